@@ -1,0 +1,1 @@
+//! OpenAI requests and answers to and from one internal request and event stream.

@@ -1,0 +1,1 @@
+//! The HTTP server over the same Generate trait as the gRPC service.

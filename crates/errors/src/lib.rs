@@ -1,0 +1,1 @@
+//! The one catalogue of errors: code, gRPC status, HTTP status, OpenAI and Anthropic form.

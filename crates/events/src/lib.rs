@@ -1,0 +1,1 @@
+//! KV events on NATS: the agent's relay, the index's subscription, catch-up.

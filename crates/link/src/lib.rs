@@ -1,0 +1,1 @@
+//! Both ends of Connect: frames, side streams, load, aborts.

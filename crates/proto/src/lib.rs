@@ -1,0 +1,38 @@
+//! Generated prost and tonic types of every Kvist proto, and the descriptor set for reflection.
+//!
+//! Module paths equal proto packages: `kvist.router.v1` is [`router::v1`]. Nothing here is written by hand.
+#![allow(missing_docs, clippy::all, unreachable_pub)]
+
+pub mod agent {
+    pub mod v1 {
+        tonic::include_proto!("kvist.agent.v1");
+    }
+}
+pub mod controller {
+    pub mod v1 {
+        tonic::include_proto!("kvist.controller.v1");
+    }
+}
+pub mod engine {
+    pub mod v1 {
+        tonic::include_proto!("kvist.engine.v1");
+    }
+}
+pub mod events {
+    pub mod v1 {
+        tonic::include_proto!("kvist.events.v1");
+    }
+}
+pub mod kvmaster {
+    pub mod v1 {
+        tonic::include_proto!("kvist.kvmaster.v1");
+    }
+}
+pub mod router {
+    pub mod v1 {
+        tonic::include_proto!("kvist.router.v1");
+    }
+}
+
+/// Encoded `FileDescriptorSet` of all Kvist protos, for server reflection.
+pub const DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

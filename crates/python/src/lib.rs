@@ -1,0 +1,1 @@
+//! The only PyO3 crate: converts and forwards, decides nothing.

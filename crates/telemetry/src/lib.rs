@@ -1,0 +1,1 @@
+//! Names of metrics, spans and attributes; tracing to OTLP; log lines in structlog's schema.

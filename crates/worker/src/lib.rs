@@ -1,0 +1,1 @@
+//! The worker's gRPC server, its ledger, and the engines it can host.

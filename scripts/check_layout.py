@@ -1,0 +1,75 @@
+"""Enforces the rules of the code layout that neither cargo nor import-linter can see.
+
+Pure crates have no I/O and no clock; the arrows between crates are those of ARCHITECTURE.md; only one crate knows
+Python. Prints each violation and ends with 1 when there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each crate may use of the workspace.
+ALLOWED: dict[str, set[str]] = {
+    "proto": set(),
+    "errors": set(),
+    "blocks": set(),
+    "index": {"blocks"},
+    "ledger": {"blocks"},
+    "schedule": {"blocks", "index"},
+    "text": set(),
+    "dialect": {"errors"},
+    "twin": {"schedule", "ledger", "blocks"},
+    "telemetry": set(),
+    "link": {"proto", "errors"},
+    "events": {"index", "ledger", "blocks", "proto", "errors", "telemetry"},
+    "worker": {"proto", "errors", "blocks", "ledger", "twin", "link", "telemetry"},
+    "router": {"proto", "errors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
+    "edge": {"proto", "errors", "dialect", "router", "telemetry"},
+}
+PURE = ("blocks", "index", "ledger", "schedule", "text", "dialect", "twin")
+IMPURE = re.compile(r"\b(std::(net|fs|process|env)\b|tokio::|SystemTime::now|Instant::now|thread::sleep|rand::rng\(\))")
+
+
+def product_code(path: Path) -> str:
+    """Returns the text of a Rust file up to its test module."""
+    return path.read_text().split("#[cfg(test)]", 1)[0]
+
+
+def main() -> int:
+    """Checks all crates and returns the exit code."""
+    violations: list[str] = []
+    for manifest_path in sorted(ROOT.glob("crates/*/Cargo.toml")):
+        crate = manifest_path.parent.name
+        used = {
+            name.removeprefix("kvist-")
+            for name in tomllib.loads(manifest_path.read_text()).get("dependencies", {})
+            if name.startswith("kvist-")
+        }
+        if crate == "python":
+            continue
+        if crate not in ALLOWED:
+            violations.append(f"crates/{crate}: not in the table of scripts/check_layout.py")
+            continue
+        violations += [f"crates/{crate}: may not use crates/{other}" for other in sorted(used - ALLOWED[crate])]
+        names_python = any("pyo3" in line for line in manifest_path.read_text().splitlines())
+        if names_python:
+            violations.append(f"crates/{crate}: only crates/python may use pyo3")
+    for crate in PURE:
+        for path in sorted(ROOT.glob(f"crates/{crate}/src/**/*.rs")):
+            if path.name == "tests.rs":
+                continue
+            for number, line in enumerate(product_code(path).splitlines(), 1):
+                if IMPURE.search(line) and not line.lstrip().startswith("//"):
+                    violations.append(f"{path.relative_to(ROOT)}:{number}: a pure crate has no I/O and no clock: {line.strip()}")
+    for violation in violations:
+        print(violation)
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

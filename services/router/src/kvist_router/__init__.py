@@ -1,0 +1,1 @@
+"""Routes requests: HTTP edge and gRPC, in Rust."""
