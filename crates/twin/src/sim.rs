@@ -1,0 +1,392 @@
+//! The simulated engine.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    time::Duration,
+};
+
+use kvist_blocks::{BlockHash, BlockHasher, block_hashes, usable_blocks};
+use kvist_ledger::EngineEvent;
+
+use crate::pool::Pool;
+
+/// How fast and how large the engine is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SimSettings {
+    /// Tokens a block.
+    pub block_size_tokens: usize,
+    /// Blocks of the pool.
+    pub blocks: usize,
+    /// Requests that run at once.
+    pub max_running: usize,
+    /// Prompt tokens computed in one step at most.
+    pub prefill_chunk_tokens: usize,
+    /// Prompt tokens computed a second.
+    pub prefill_tokens_per_second: f64,
+    /// Time of a step that decodes one request.
+    pub decode_step: Duration,
+    /// What each further request adds to it.
+    pub decode_step_per_request: Duration,
+    /// Generated tokens are drawn from `first_token..first_token + token_range`.
+    pub first_token: u32,
+    /// See `first_token`.
+    pub token_range: u32,
+}
+
+/// One request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SimRequest {
+    /// Chosen by the caller, unique while it runs.
+    pub id: u64,
+    /// Prompt; at least one token.
+    pub prompt: Vec<u32>,
+    /// Tokens to generate; at least one.
+    pub max_tokens: u32,
+    /// What the first block of its namespace follows.
+    pub root: BlockHash,
+}
+
+/// Why a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The token budget is used up.
+    Length,
+    /// It was aborted.
+    Aborted,
+    /// It can never run: prompt and completion need more blocks than the pool has.
+    TooLarge,
+}
+
+/// The end of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finished {
+    /// Which.
+    pub id: u64,
+    /// Why.
+    pub finish: Finish,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Prompt tokens found in the cache.
+    pub cached_tokens: u32,
+    /// Tokens generated.
+    pub completion_tokens: u32,
+    /// From submission to the first step that worked on it.
+    pub queue: Duration,
+    /// From there to the first token.
+    pub prefill: Duration,
+    /// From the first to the last token.
+    pub decode: Duration,
+}
+
+/// What one step did.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Step {
+    /// How long it took; none when there was nothing to do.
+    pub duration: Option<Duration>,
+    /// New tokens, at most one for each request.
+    pub tokens: Vec<(u64, u32)>,
+    /// Requests that were placed, with their cached tokens.
+    pub placed: Vec<(u64, u32)>,
+    /// Requests that ended.
+    pub finished: Vec<Finished>,
+    /// What changed in the cache, in order.
+    pub events: Vec<EngineEvent>,
+}
+
+/// Numbers of the engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SimCounters {
+    /// Requests with a place.
+    pub running: usize,
+    /// Requests without.
+    pub waiting: usize,
+    /// Prompt tokens not yet computed.
+    pub outstanding_prefill_tokens: u64,
+    /// Tokens that running requests hold.
+    pub active_tokens: u64,
+    /// Blocks of running requests.
+    pub used_blocks: usize,
+    /// Blocks of the pool.
+    pub total_blocks: usize,
+    /// Steps since the start.
+    pub steps: u64,
+    /// Tokens generated since the start.
+    pub generated_tokens: u64,
+    /// Requests ended since the start.
+    pub finished_requests: u64,
+}
+
+#[derive(Debug)]
+struct Running {
+    request: SimRequest,
+    submitted: Duration,
+    placed: Duration,
+    first_token: Option<Duration>,
+    cached_tokens: usize,
+    /// Prompt tokens computed or found.
+    computed: usize,
+    generated: u32,
+    /// Names of the blocks that are whole.
+    named: Vec<BlockHash>,
+    /// Nameless blocks it holds.
+    private: usize,
+    hasher: BlockHasher,
+    /// Tokens of the block that is not whole yet.
+    open: Vec<u32>,
+    seed: u64,
+}
+
+/// The engine: submit, step, read.
+#[derive(Debug)]
+pub struct SimEngine {
+    settings: SimSettings,
+    pool: Pool,
+    waiting: VecDeque<(SimRequest, Duration)>,
+    running: Vec<Running>,
+    aborted: HashMap<u64, ()>,
+    counters: SimCounters,
+    pending_events: Vec<EngineEvent>,
+}
+
+impl SimEngine {
+    /// An idle engine with an empty cache.
+    #[must_use]
+    pub fn new(settings: SimSettings) -> Self {
+        Self {
+            settings,
+            pool: Pool::new(settings.blocks),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            aborted: HashMap::new(),
+            counters: SimCounters::default(),
+            pending_events: Vec::new(),
+        }
+    }
+
+    /// Takes a request; it is placed by a later step.
+    pub fn submit(&mut self, now: Duration, request: SimRequest) {
+        self.waiting.push_back((request, now));
+    }
+
+    /// Ends a request with the next step. An unknown id is ignored.
+    pub fn abort(&mut self, id: u64) {
+        let known = self.running.iter().any(|running| running.request.id == id)
+            || self.waiting.iter().any(|(request, _)| request.id == id);
+        if known {
+            self.aborted.insert(id, ());
+        }
+    }
+
+    /// Whether a step would do anything.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty() && self.pending_events.is_empty()
+    }
+
+    /// Forgets all blocks that no running request uses; returns how many.
+    pub fn reset_cache(&mut self) -> usize {
+        self.pool.reset(&mut self.pending_events)
+    }
+
+    /// Numbers as of the last step.
+    #[must_use]
+    pub fn counters(&self) -> SimCounters {
+        let running: u64 = self.running.iter().map(|one| (one.request.prompt.len() - one.computed) as u64).sum();
+        let waiting: u64 = self.waiting.iter().map(|(request, _)| request.prompt.len() as u64).sum();
+        SimCounters {
+            running: self.running.len(),
+            waiting: self.waiting.len(),
+            outstanding_prefill_tokens: running + waiting,
+            active_tokens: self.running.iter().map(|one| one.computed as u64 + u64::from(one.generated)).sum(),
+            used_blocks: self.pool.used(),
+            total_blocks: self.settings.blocks,
+            ..self.counters
+        }
+    }
+
+    /// One step that begins at `now`: places what fits, computes a chunk of prompts, decodes one token for each request
+    /// whose prompt is computed. Tokens and ends are valid at `now + duration`.
+    pub fn step(&mut self, now: Duration) -> Step {
+        let mut step = Step { events: std::mem::take(&mut self.pending_events), ..Step::default() };
+        self.end_aborted(now, &mut step);
+        self.place(now, &mut step);
+        if self.running.is_empty() {
+            return step;
+        }
+        let mut budget = self.settings.prefill_chunk_tokens;
+        let mut prefilled = 0usize;
+        let mut decoding = Vec::new();
+        for (position, running) in self.running.iter_mut().enumerate() {
+            let missing = running.request.prompt.len() - running.computed;
+            let chunk = missing.min(budget);
+            if chunk > 0 {
+                let tokens = running.request.prompt[running.computed..running.computed + chunk].to_vec();
+                running.computed += chunk;
+                (budget, prefilled) = (budget - chunk, prefilled + chunk);
+                running.keep(&tokens, self.settings.block_size_tokens, &mut self.pool, &mut step.events);
+            }
+            if running.computed == running.request.prompt.len() {
+                decoding.push(position);
+            }
+        }
+        let seconds = prefilled as f64 / self.settings.prefill_tokens_per_second;
+        let mut duration = Duration::from_secs_f64(seconds);
+        if !decoding.is_empty() {
+            let further = u32::try_from(decoding.len() - 1).unwrap_or(u32::MAX);
+            duration += self.settings.decode_step + self.settings.decode_step_per_request * further;
+        }
+        let end = now + duration;
+        for position in decoding {
+            let running = &mut self.running[position];
+            let token = self.settings.first_token
+                + next_token(running.seed, running.generated) % self.settings.token_range.max(1);
+            running.first_token.get_or_insert(end);
+            running.generated += 1;
+            self.counters.generated_tokens += 1;
+            step.tokens.push((running.request.id, token));
+            // The last token is never computed on, so its KV does not exist.
+            if running.generated < running.request.max_tokens {
+                running.keep(&[token], self.settings.block_size_tokens, &mut self.pool, &mut step.events);
+            }
+        }
+        let (pool, counters) = (&mut self.pool, &mut self.counters);
+        self.running.retain_mut(|running| {
+            let ends = running.generated >= running.request.max_tokens;
+            if ends {
+                step.finished.push(running.end(Finish::Length, end, pool));
+                counters.finished_requests += 1;
+            }
+            !ends
+        });
+        self.counters.steps += 1;
+        step.duration = Some(duration);
+        step
+    }
+
+    fn end_aborted(&mut self, now: Duration, step: &mut Step) {
+        if self.aborted.is_empty() {
+            return;
+        }
+        let aborted = std::mem::take(&mut self.aborted);
+        let (pool, counters) = (&mut self.pool, &mut self.counters);
+        self.waiting.retain(|(request, submitted)| {
+            let ends = aborted.contains_key(&request.id);
+            if ends {
+                step.finished.push(unplaced(request, now - *submitted, Finish::Aborted));
+                counters.finished_requests += 1;
+            }
+            !ends
+        });
+        self.running.retain_mut(|running| {
+            let ends = aborted.contains_key(&running.request.id);
+            if ends {
+                step.finished.push(running.end(Finish::Aborted, now, pool));
+                counters.finished_requests += 1;
+            }
+            !ends
+        });
+    }
+
+    fn place(&mut self, now: Duration, step: &mut Step) {
+        let block_size = self.settings.block_size_tokens;
+        while self.running.len() < self.settings.max_running {
+            let Some((request, _)) = self.waiting.front() else { return };
+            // Everything the request can need is taken now, so that a running one never waits for blocks.
+            let needed = (request.prompt.len() + request.max_tokens as usize).div_ceil(block_size);
+            if needed > self.settings.blocks {
+                if let Some((request, submitted)) = self.waiting.pop_front() {
+                    step.finished.push(unplaced(&request, now - submitted, Finish::TooLarge));
+                    self.counters.finished_requests += 1;
+                }
+                continue;
+            }
+            let hashes = block_hashes(request.root, &request.prompt, block_size);
+            let usable = &hashes[..usable_blocks(request.prompt.len(), block_size)];
+            let (hits, unused_hits) = self.pool.prefix(usable);
+            if needed - hits + unused_hits > self.pool.available() {
+                return;
+            }
+            let Some((request, submitted)) = self.waiting.pop_front() else { return };
+            self.pool.pin(&usable[..hits]);
+            self.pool.take(needed - hits, &mut step.events);
+            let cached_tokens = hits * block_size;
+            let parent = hits.checked_sub(1).map_or(request.root, |last| usable[last]);
+            step.placed.push((request.id, u32::try_from(cached_tokens).unwrap_or(u32::MAX)));
+            self.running.push(Running {
+                submitted,
+                placed: now,
+                first_token: None,
+                cached_tokens,
+                computed: cached_tokens,
+                generated: 0,
+                named: usable[..hits].to_vec(),
+                private: needed - hits,
+                hasher: BlockHasher::new(parent, block_size),
+                open: Vec::with_capacity(block_size),
+                seed: seed_of(&request.prompt),
+                request,
+            });
+        }
+    }
+}
+
+impl Running {
+    /// Takes computed tokens into the request's blocks and names those that became whole.
+    fn keep(&mut self, tokens: &[u32], block_size: usize, pool: &mut Pool, events: &mut Vec<EngineEvent>) {
+        let mut new = Vec::new();
+        for token in tokens {
+            self.open.push(*token);
+            self.hasher.push(&[*token], &mut new);
+            if let Some(hash) = new.pop() {
+                let parent = self.named.last().copied();
+                pool.name(hash, parent, self.request.root, &self.open, events);
+                self.private -= 1;
+                self.named.push(hash);
+                self.open.clear();
+            }
+            debug_assert!(self.open.len() < block_size);
+        }
+    }
+
+    fn end(&mut self, finish: Finish, now: Duration, pool: &mut Pool) -> Finished {
+        pool.give_back(self.private);
+        pool.unpin(&self.named);
+        let first_token = self.first_token.unwrap_or(now);
+        Finished {
+            id: self.request.id,
+            finish,
+            prompt_tokens: u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX),
+            cached_tokens: u32::try_from(self.cached_tokens).unwrap_or(u32::MAX),
+            completion_tokens: self.generated,
+            queue: self.placed - self.submitted,
+            prefill: first_token - self.placed,
+            decode: now - first_token,
+        }
+    }
+}
+
+fn unplaced(request: &SimRequest, queue: Duration, finish: Finish) -> Finished {
+    Finished {
+        id: request.id,
+        finish,
+        prompt_tokens: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
+        cached_tokens: 0,
+        completion_tokens: 0,
+        queue,
+        prefill: Duration::ZERO,
+        decode: Duration::ZERO,
+    }
+}
+
+/// FNV-1a over the prompt: all that generated tokens depend on.
+fn seed_of(prompt: &[u32]) -> u64 {
+    prompt.iter().fold(0xcbf2_9ce4_8422_2325, |hash, token| (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// SplitMix64 of the seed and the position.
+fn next_token(seed: u64, position: u32) -> u32 {
+    let mut value = seed.wrapping_add(u64::from(position).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((value ^ (value >> 31)) >> 33) as u32
+}
