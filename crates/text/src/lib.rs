@@ -1,1 +1,18 @@
-//! Tokenizers, chat templates, incremental detokenising, stop strings.
+//! Tokenizers, chat templates, incremental detokenizing, stop strings.
+//!
+//! Pure: files arrive as bytes and the time of day as an argument. A fast tokenizer does the work and the Hugging Face
+//! one is its oracle: both encode a corpus when a model is loaded, and a difference means that the slow one is used.
+
+mod detokenize;
+mod encode;
+mod model;
+mod stop;
+mod template;
+mod vocabulary;
+
+pub use detokenize::Detokenizer;
+pub use model::{Chat, ModelText, TextError, TextHeader, digest_hex};
+pub use stop::{StopOutcome, StopStrings};
+
+#[cfg(test)]
+pub(crate) mod sample;

@@ -1,0 +1,70 @@
+//! Token ids to text as they come: whole characters, as early as possible.
+
+use std::sync::Arc;
+
+use crate::vocabulary::Vocabulary;
+
+/// Turns tokens into text. Never emits half a character, never holds a whole one back.
+#[derive(Debug)]
+pub struct Detokenizer {
+    vocabulary: Arc<Vocabulary>,
+    skip_special: bool,
+    /// At most three bytes of a character that is not complete.
+    held: Vec<u8>,
+    at_start: bool,
+}
+
+impl Detokenizer {
+    pub(crate) fn new(vocabulary: Arc<Vocabulary>, skip_special: bool) -> Self {
+        let at_start = vocabulary.strips_first_space();
+        Self { vocabulary, skip_special, held: Vec::new(), at_start }
+    }
+
+    /// Appends the text that a token completes.
+    pub fn push(&mut self, id: u32, text: &mut String) {
+        if self.skip_special && self.vocabulary.is_special(id) {
+            return;
+        }
+        let mut bytes = self.vocabulary.bytes_of(id);
+        if self.at_start && !bytes.is_empty() {
+            self.at_start = false;
+            bytes = bytes.strip_prefix(b" ").unwrap_or(bytes);
+        }
+        if self.held.is_empty()
+            && let Ok(whole) = std::str::from_utf8(bytes)
+        {
+            text.push_str(whole);
+            return;
+        }
+        self.held.extend_from_slice(bytes);
+        let held = std::mem::take(&mut self.held);
+        let mut rest = held.as_slice();
+        loop {
+            match std::str::from_utf8(rest) {
+                Ok(whole) => return text.push_str(whole),
+                Err(error) => {
+                    let (valid, after) = rest.split_at(error.valid_up_to());
+                    text.push_str(std::str::from_utf8(valid).unwrap_or_default());
+                    match error.error_len() {
+                        Some(length) => {
+                            text.push('\u{FFFD}');
+                            rest = &after[length..];
+                        }
+                        None => {
+                            self.held.extend_from_slice(after);
+                            return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// What is left at the end: a broken character becomes U+FFFD.
+    pub fn finish(&mut self, text: &mut String) {
+        if !self.held.is_empty() {
+            text.push_str(&String::from_utf8_lossy(&self.held));
+            self.held.clear();
+        }
+    }
+}
