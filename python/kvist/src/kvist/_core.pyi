@@ -1,0 +1,9 @@
+"""The Rust core. Blocking methods release the interpreter."""
+
+__version__: str
+
+def block_hashes(
+    hash_seed: int, namespace: str, adapter: str, cache_salt: str, tokens: list[int], block_size_tokens: int
+) -> list[int]: ...
+def usable_blocks(prompt_tokens: int, block_size_tokens: int) -> int: ...
+def error_catalogue() -> str: ...

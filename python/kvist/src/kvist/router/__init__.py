@@ -1,0 +1,1 @@
+"""Stubs of `kvist.router`."""
