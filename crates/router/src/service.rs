@@ -1,0 +1,1 @@
+pub fn grpc_routes() {}
