@@ -191,7 +191,13 @@ impl Engine for SimWorkerEngine {
     }
 
     fn close(&self) {
-        self.state.lock().closed = true;
+        let jobs = {
+            let mut state = self.state.lock();
+            state.closed = true;
+            std::mem::take(&mut state.jobs)
+        };
+        // Dropped sinks tell their routers that the engine gave up.
+        drop(jobs);
         self.wake.notify_one();
     }
 }
