@@ -1,5 +1,10 @@
 //! The only PyO3 crate: converts and forwards, decides nothing.
 
+mod errors;
+mod router;
+mod runtime;
+mod worker;
+
 use kvist_blocks::{HashSeed, Namespace};
 use pyo3::prelude::*;
 
@@ -34,5 +39,9 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(usable_blocks, module)?)?;
-    module.add_function(wrap_pyfunction!(error_catalogue, module)?)
+    module.add_function(wrap_pyfunction!(error_catalogue, module)?)?;
+    module.add("CoreError", module.py().get_type::<errors::CoreError>())?;
+    module.add_class::<runtime::Runtime>()?;
+    module.add_class::<router::RouterServer>()?;
+    module.add_class::<worker::WorkerServer>()
 }

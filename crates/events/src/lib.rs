@@ -1,1 +1,0 @@
-//! KV events on NATS: the agent's relay, the index's subscription, catch-up.

@@ -1,1 +1,0 @@
-"""One node: its workers and their events."""

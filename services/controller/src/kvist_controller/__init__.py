@@ -1,1 +1,0 @@
-"""The control plane: resources, placement, registry."""

@@ -1,1 +1,0 @@
-"""The cluster-wide index as a service."""
