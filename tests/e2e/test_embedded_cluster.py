@@ -11,9 +11,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from support.embedded import EmbeddedCluster, eventually
-
 from kvist.router.v1 import router_pb2, router_pb2_grpc
+from support.embedded import EmbeddedCluster, eventually
 
 LONG_PROMPT = "Tell me about the prefix tree of all prompts. " * 20
 
@@ -132,9 +131,7 @@ def test_a_killed_worker_ends_its_stream_with_an_error_and_comes_back(
     assert [0, 0] == [target.reservations for target in targets]
 
 
-def test_a_second_cluster_and_a_taken_port_are_refused_with_a_hint(
-    cluster: EmbeddedCluster, tmp_path: Path
-) -> None:
+def test_a_second_cluster_and_a_taken_port_are_refused_with_a_hint(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     assert "kvist down" in cluster.kvist("up", code=2)
     port = cluster.address("http").rpartition(":")[2]
     other = EmbeddedCluster(tmp_path / "other")

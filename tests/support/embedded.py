@@ -70,4 +70,6 @@ class EmbeddedCluster:
         os.kill(self.record()["process_ids"][name], signal.SIGKILL)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.home.glob("logs/*.log")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.home.glob("logs/*.log"))
+        )

@@ -4,10 +4,9 @@ import ast
 import json
 from pathlib import Path
 
+import kvist
 from hypothesis import given
 from hypothesis import strategies as st
-
-import kvist
 from kvist import _core
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)

@@ -39,7 +39,6 @@ struct Edge {
 }
 
 /// All routes of the edge.
-#[must_use]
 pub fn http_routes(core: Arc<RouterCore>, settings: EdgeSettings) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))

@@ -1,4 +1,5 @@
 //! The whole way of a request in one process: HTTP edge, router, link, worker, simulated engine, over real sockets.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
 
 use std::{sync::Arc, time::Duration};
 

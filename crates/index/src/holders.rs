@@ -24,6 +24,7 @@ impl Holder {
 #[derive(Debug)]
 pub(crate) enum Holders {
     One(Holder),
+    #[expect(clippy::box_collection, reason = "one pointer instead of three words keeps an entry of the map small")]
     Many(Box<Vec<Holder>>),
 }
 

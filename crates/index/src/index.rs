@@ -14,6 +14,9 @@ const ENTRY_BYTES: u64 = 28;
 /// Bytes of each further holder of a block, with the share of the vector's spare places.
 const FURTHER_HOLDER_BYTES: u64 = 8;
 
+/// Blocks by tier.
+pub type TierBlocks = Vec<(Tier, Vec<BlockHash>)>;
+
 /// How an index is kept.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexSettings {
@@ -360,7 +363,7 @@ impl Index {
 
     /// All blocks of a source, by tier, and the position at which that is true; walks the whole map.
     #[must_use]
-    pub fn snapshot_of(&self, key: &SourceKey) -> Option<(SourceStatus, Vec<(Tier, Vec<BlockHash>)>)> {
+    pub fn snapshot_of(&self, key: &SourceKey) -> Option<(SourceStatus, TierBlocks)> {
         let inner = self.inner.read();
         let source = inner.sources.get(key)?;
         let mut tiers: [Vec<BlockHash>; 4] = Default::default();

@@ -11,7 +11,7 @@ mod holders;
 mod index;
 mod source;
 
-pub use index::{Applied, DigestVerdict, Index, IndexSettings, Memory};
+pub use index::{Applied, DigestVerdict, Index, IndexSettings, Memory, TierBlocks};
 pub use source::{Overlap, SourceState, SourceStatus};
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ mod worker_end;
 
 pub use request::{LinkEvent, RequestStream};
 pub use router_end::{LinkSettings, LinkState, WorkerLink};
-pub use worker_end::{Acceptor, Outbound, StreamSink, serve};
+pub use worker_end::{Acceptor, LoadListener, Outbound, StreamSink, serve};
 
 /// Largest frame, encoded. A larger prompt travels by `PutPrompt`.
 pub const FRAME_BYTES: usize = 64 * 1024;

@@ -177,7 +177,7 @@ impl WorkerLink {
     /// The last report of a rank and its age.
     #[must_use]
     pub fn load(&self, rank: u32) -> Option<(LoadReport, Duration)> {
-        self.shared.loads.lock().get(&rank).map(|(report, at)| (report.clone(), at.elapsed()))
+        self.shared.loads.lock().get(&rank).map(|(report, at)| (*report, at.elapsed()))
     }
 
     /// The channel under the link, for the other calls of the service.

@@ -26,6 +26,9 @@ use crate::{
     outbox::{Outbox, frames},
 };
 
+/// Takes the load of all ranks and whether the worker drains; false when it wants no more.
+pub type LoadListener = Box<dyn Fn(&[LoadReport], bool) -> bool + Send + Sync>;
+
 /// What takes the requests of a connection.
 pub trait Acceptor: Send + Sync + 'static {
     /// The description for the welcome.
@@ -41,7 +44,7 @@ pub trait Acceptor: Send + Sync + 'static {
     fn loads(&self) -> Vec<LoadReport>;
 
     /// Calls back whenever the load has changed or the worker begins to drain, until the call-back returns false.
-    fn on_load(&self, report: Box<dyn Fn(&[LoadReport], bool) -> bool + Send + Sync>);
+    fn on_load(&self, report: LoadListener);
 }
 
 enum Outgoing {

@@ -320,7 +320,7 @@ impl RouterCore {
         entry: &ModelEntry,
         input: DecisionInput<'_>,
         tried: &[String],
-    ) -> Result<Chosen, (KvistError, DecisionRecord)> {
+    ) -> Result<Chosen, Box<(KvistError, DecisionRecord)>> {
         let began = Instant::now();
         let mut hashed: Vec<(usize, Vec<BlockHash>, Vec<Overlap>)> = Vec::new();
         let mut considered = Vec::with_capacity(entry.workers.len());
@@ -392,7 +392,7 @@ impl RouterCore {
             } else {
                 "no worker of the model takes requests"
             };
-            return Err((KvistError::new(Code::NoReadyTarget, why).before_start(), record));
+            return Err(Box::new((KvistError::new(Code::NoReadyTarget, why).before_start(), record)));
         };
         let (candidate, _, cached) = &considered[chosen];
         let reserved = input.reserve.then(|| Reserved {

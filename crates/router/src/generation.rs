@@ -151,7 +151,8 @@ impl Parts<'_> {
             reserve: true,
         };
         let Chosen { worker, reserved, expected_cached_tokens, record } =
-            self.core.choose(&cluster, &entry, input, tried).map_err(|(error, record)| {
+            self.core.choose(&cluster, &entry, input, tried).map_err(|refused| {
+                let (error, record) = *refused;
                 self.core.records.add(record);
                 (error, None)
             })?;
@@ -309,7 +310,7 @@ impl Generation {
                 events.push(TextEvent::Delta(TextDelta { text, ..TextDelta::default() }));
             }
         }
-        let receipt = finished.receipt.clone().unwrap_or_default();
+        let receipt = finished.receipt.unwrap_or_default();
         let outcome = if reason == FinishReason::Stop { "stop" } else { "length" };
         self.end(outcome, Some(&receipt));
         let usage = Usage {

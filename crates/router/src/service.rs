@@ -184,7 +184,7 @@ impl RouterService for Service {
             attempt: 1,
             reserve: true,
         };
-        let chosen = self.0.choose(&cluster, entry, input, &[]).map_err(|(error, _)| Status::from(error))?;
+        let chosen = self.0.choose(&cluster, entry, input, &[]).map_err(|refused| Status::from(refused.0))?;
         let lease = request.lease_duration.and_then(|lease| Duration::try_from(lease).ok());
         let lease = lease.unwrap_or(Duration::from_secs(60)).min(LONGEST_LEASE);
         if let Some(reserved) = chosen.reserved {
@@ -239,7 +239,7 @@ impl RouterService for Service {
         };
         let decision = match self.0.choose(&cluster, entry, input, &[]) {
             Ok(chosen) => chosen.record,
-            Err((_, record)) => record,
+            Err(refused) => refused.1,
         };
         Ok(Response::new(ExplainResponse { decisions: vec![decision] }))
     }

@@ -7,14 +7,13 @@ use std::{
 
 use kvist_blocks::{Batch, BlockHash, HashSeed, Incarnation, Namespace};
 use kvist_ledger::{EngineEvent, Ledger, LedgerDigest, LedgerSettings, RangeLost, Snapshot};
+use kvist_link::LoadListener;
 use kvist_proto::events::v1::LoadReport;
 use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
 /// Batches that a slow reader of events may lag behind before it starts over from the ring.
 const LIVE_BATCHES: usize = 4096;
-
-type Listener = Box<dyn Fn(&[LoadReport], bool) -> bool + Send + Sync>;
 
 struct Inner {
     namespace: String,
@@ -24,7 +23,7 @@ struct Inner {
     ledger: Mutex<Ledger>,
     live: broadcast::Sender<Arc<Batch>>,
     load: Mutex<LoadReport>,
-    listeners: Mutex<Vec<Listener>>,
+    listeners: Mutex<Vec<LoadListener>>,
     draining: std::sync::atomic::AtomicBool,
 }
 
@@ -103,10 +102,10 @@ impl EngineHost {
     }
 
     pub(crate) fn load(&self) -> LoadReport {
-        self.inner.load.lock().clone()
+        *self.inner.load.lock()
     }
 
-    pub(crate) fn add_listener(&self, listener: Listener) {
+    pub(crate) fn add_listener(&self, listener: LoadListener) {
         self.inner.listeners.lock().push(listener);
     }
 

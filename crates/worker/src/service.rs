@@ -10,7 +10,7 @@ use std::{
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _, stream};
 use kvist_errors::{Code, KvistError};
-use kvist_link::{Acceptor, StreamSink};
+use kvist_link::{Acceptor, LoadListener, StreamSink};
 use kvist_proto::{
     engine::v1::{
         engine_request::Prompt, engine_service_server::EngineService, get_tokenizer_response,
@@ -146,7 +146,7 @@ impl Acceptor for LinkAcceptor {
         vec![self.0.host.load()]
     }
 
-    fn on_load(&self, report: Box<dyn Fn(&[LoadReport], bool) -> bool + Send + Sync>) {
+    fn on_load(&self, report: LoadListener) {
         self.0.host.add_listener(report);
     }
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvist import _core
 from kvist.process import ReadyFile, wait_for_signal
+
 from kvist_router.cluster_file import ClusterFile
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf import json_format
-
 from kvist import _core
 from kvist.controller.v1 import controller_pb2
 

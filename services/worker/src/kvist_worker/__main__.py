@@ -32,9 +32,7 @@ def main() -> int:
     }
     runtime = _core.Runtime()
     try:
-        worker = _core.WorkerServer(
-            runtime, settings_json=json.dumps(settings), engine_json=arguments.engine_arguments
-        )
+        worker = _core.WorkerServer(runtime, settings_json=json.dumps(settings), engine_json=arguments.engine_arguments)
     except (ValueError, _core.CoreError) as error:
         sys.stderr.write(f"kvist_worker: {' '.join(map(str, error.args))}\n")
         return 2
