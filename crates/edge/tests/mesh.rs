@@ -237,7 +237,7 @@ async fn a_client_that_goes_away_stops_the_engine() {
     eventually("the engine is idle", || async {
         let targets =
             mesh.grpc().list_targets(kvist_proto::router::v1::ListTargetsRequest {}).await.unwrap().into_inner();
-        let load = targets.targets[0].load.clone()?;
+        let load = targets.targets[0].load?;
         (load.running_requests == 0 && load.generated_tokens_total < 4000).then_some(())
     })
     .await;
