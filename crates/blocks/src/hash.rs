@@ -140,6 +140,15 @@ mod tests {
         assert_eq!(10, roots.len());
     }
 
+    #[test]
+    fn hashes_are_the_same_on_every_machine_and_in_every_version() {
+        let root = Namespace::new("model", "adapter", "salt").root(HashSeed(7));
+        let hashes = block_hashes(root, &[1, 2, 3, 0x0102_0304, u32::MAX], 2);
+        // Computed with the reference implementation of XXH3.
+        let expected = [7_286_339_966_069_835_924, 7_556_457_521_164_736_862].map(BlockHash);
+        assert_eq!((BlockHash(359_960_380_610_927_242), expected.to_vec()), (root, hashes));
+    }
+
     proptest! {
         #[test]
         fn equal_hashes_mean_equal_prefixes(

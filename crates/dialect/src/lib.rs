@@ -9,4 +9,4 @@ mod response;
 pub use request::{
     Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured, parse_chat_completion, parse_completion,
 };
-pub use response::{AnswerWriter, Choice, FinishWord, TokenLogprob, UsageNumbers};
+pub use response::{AnswerWriter, Choice, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};

@@ -19,7 +19,7 @@ pub enum PromptForm {
     Chat {
         /// In order.
         messages: Vec<Value>,
-        /// Further variables of the chat template.
+        /// Further variables of the chat template; none of those that Kvist sets itself.
         variables: Map<String, Value>,
     },
     /// Plain text.
@@ -64,6 +64,8 @@ pub enum Structured {
     Grammar(String),
     /// One of these texts.
     Choice(Vec<String>),
+    /// A structural tag, as JSON text.
+    StructuralTag(String),
 }
 
 /// Log-probabilities in the answer.
@@ -131,6 +133,56 @@ const WITHOUT_EFFECT: [&str; 8] = [
     "verbosity",
     "prompt_cache_retention",
 ];
+
+/// Fields of other servers that change what the answer says or how it is written, and the value that asks for nothing.
+/// They are refused when they ask for something: passing them on would change half of it or nothing.
+const NOT_HONORED: [(&str, Harmless); 15] = [
+    ("add_generation_prompt", Harmless::Boolean(true)),
+    ("chat_template", Harmless::Null),
+    ("continue_final_message", Harmless::Boolean(false)),
+    ("include_reasoning", Harmless::Boolean(true)),
+    ("length_penalty", Harmless::One),
+    ("mm_processor_kwargs", Harmless::Null),
+    ("prompt_embeds", Harmless::Null),
+    ("prompt_logprobs", Harmless::Null),
+    ("return_token_ids", Harmless::Boolean(false)),
+    ("return_tokens_as_token_ids", Harmless::Boolean(false)),
+    ("skip_special_tokens", Harmless::Boolean(true)),
+    ("spaces_between_special_tokens", Harmless::Boolean(true)),
+    ("thinking_token_budget", Harmless::Null),
+    ("truncate_prompt_tokens", Harmless::Null),
+    ("use_beam_search", Harmless::Boolean(false)),
+];
+
+/// The value of a field that asks for nothing; null always does.
+#[derive(Clone, Copy)]
+enum Harmless {
+    Null,
+    Boolean(bool),
+    One,
+}
+
+impl Harmless {
+    fn holds(self, value: &Value) -> bool {
+        match self {
+            Self::Null => false,
+            Self::Boolean(harmless) => value.as_bool() == Some(harmless),
+            Self::One => value.as_f64() == Some(1.0),
+        }
+    }
+}
+
+/// Variables of chat templates that Kvist sets itself.
+const OWN_VARIABLES: [&str; 5] = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"];
+
+/// Longest text in `stop`: as much text as a stream may have to hold back.
+const LONGEST_STOP_BYTES: usize = 1024;
+
+/// Most choices of one request.
+const MOST_CHOICES: u32 = 128;
+
+/// Stands for a `top_p` of 0.
+const SMALLEST_TOP_P: f32 = 1e-6;
 
 /// Most texts in `stop`.
 const MOST_STOPS: usize = 16;
@@ -230,8 +282,17 @@ pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
         .enumerate()
         .map(|(position, message)| read_message(position, message))
         .collect::<Result<Vec<_>, _>>()?;
-    let variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    if let Some(name) = OWN_VARIABLES.into_iter().find(|name| variables.contains_key(*name)) {
+        return Err(unsupported(format!("chat_template_kwargs.{name}"), "Kvist sets this variable itself"));
+    }
+    if let Some(documents) = fields.take("documents") {
+        variables.insert("documents".to_owned(), documents);
+    }
     refuse_tools(&mut fields)?;
+    if fields.boolean("echo")?.unwrap_or(false) {
+        return Err(unsupported("echo", "only the completions API repeats the prompt"));
+    }
     for field in ["audio", "modalities", "prediction", "web_search_options", "reasoning_effort"] {
         if let Some(value) = fields.take(field)
             && !(field == "modalities" && value == serde_json::json!(["text"]))
@@ -268,13 +329,15 @@ pub fn parse_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     {
         return Err(unsupported("suffix", "this model cannot insert"));
     }
-    let best_of = fields.unsigned("best_of", 1, 1).map_err(|_| unsupported("best_of", "only 1 is possible"))?;
-    let _ = best_of;
+    let best_of = fields.unsigned("best_of", 1, MOST_CHOICES)?;
     let logprobs = fields.unsigned("logprobs", 0, 20)?.map(|top| Logprobs { top });
     // The default of this API.
     let max_tokens = fields.unsigned("max_tokens", 1, u32::MAX)?.or(Some(16));
     let echo = fields.boolean("echo")?.unwrap_or(false);
     let mut input = read_common(fields, Endpoint::Completions, prompt, logprobs, max_tokens)?;
+    if best_of.is_some_and(|best_of| best_of != input.choices) {
+        return Err(unsupported("best_of", "every choice is returned: it can only equal `n`"));
+    }
     if echo && input.logprobs.is_some() {
         return Err(unsupported(
             "echo",
@@ -295,10 +358,16 @@ fn read_common(
     if let Some(field) = MESH_ONLY.into_iter().find(|field| fields.map.contains_key(*field)) {
         return Err(KvistError::field(Code::MeshOnlyField, field, "only the mesh sets it"));
     }
+    for (field, harmless) in NOT_HONORED {
+        if fields.take(field).is_some_and(|value| !harmless.holds(&value)) {
+            return Err(unsupported(field, "this version cannot honor it"));
+        }
+    }
     let model = fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
-        top_p: fields.number("top_p", 0.0, 1.0)?,
+        // Clients write "only the most probable token" as 0, which engines refuse.
+        top_p: fields.number("top_p", 0.0, 1.0)?.map(|top_p| top_p.max(SMALLEST_TOP_P)),
         top_k: match fields.take("top_k") {
             // Engines and clients write "all" as 0 or -1.
             Some(value) if value.as_i64() == Some(-1) => Some(0),
@@ -321,7 +390,7 @@ fn read_common(
     let include_usage = match fields.object("stream_options")? {
         None => false,
         Some(_) if !stream => return Err(wrong("stream_options", "needs `stream: true`")),
-        Some(options) => options.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
+        Some(options) => read_stream_options(options)?,
     };
     let structured = read_structured(&mut fields)?;
     let input = GenerateInput {
@@ -340,7 +409,7 @@ fn read_common(
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         structured,
         logprobs,
-        choices: fields.unsigned("n", 1, 128)?.unwrap_or(1),
+        choices: fields.unsigned("n", 1, MOST_CHOICES)?.unwrap_or(1),
         stream,
         include_usage,
         echo: false,
@@ -358,7 +427,23 @@ fn read_common(
     Ok(GenerateInput { extras: fields.map, ..input })
 }
 
-/// A message with its content as one text.
+/// Whether the stream ends with usage.
+fn read_stream_options(options: Map<String, Value>) -> Result<bool, KvistError> {
+    let mut options = Fields { map: options };
+    let path = |error: KvistError| {
+        let field = error.fields.into_iter().next();
+        field.map_or_else(
+            || wrong("stream_options", "is wrong"),
+            |violation| wrong(format!("stream_options.{}", violation.field), violation.description),
+        )
+    };
+    if options.boolean("continuous_usage_stats").map_err(path)?.unwrap_or(false) {
+        return Err(unsupported("stream_options.continuous_usage_stats", "usage comes once, at the end"));
+    }
+    Ok(options.boolean("include_usage").map_err(path)?.unwrap_or(false))
+}
+
+/// A message with its content as one text. Parts are put on lines of their own, as other servers do.
 fn read_message(position: usize, message: Value) -> Result<Value, KvistError> {
     let path = format!("messages[{position}]");
     let Value::Object(mut message) = message else { return Err(wrong(path, "must be an object")) };
@@ -377,10 +462,10 @@ fn read_message(position: usize, message: Value) -> Result<Value, KvistError> {
             }
         }
         Some(Value::Array(parts)) => {
-            let mut text = String::new();
+            let mut texts = Vec::with_capacity(parts.len());
             for (number, part) in parts.iter().enumerate() {
                 match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
-                    (Some("text"), Some(piece)) => text.push_str(piece),
+                    (Some("text"), Some(piece)) => texts.push(piece),
                     (Some("text"), None) => {
                         return Err(wrong(format!("{path}.content[{number}].text"), "must be a string"));
                     }
@@ -393,12 +478,38 @@ fn read_message(position: usize, message: Value) -> Result<Value, KvistError> {
                     (None, _) => return Err(wrong(format!("{path}.content[{number}].type"), "is missing")),
                 }
             }
-            text
+            texts.join("\n")
         }
         Some(_) => return Err(wrong(format!("{path}.content"), "must be a string or a list of parts")),
     };
     message.insert("content".to_owned(), content.into());
+    read_past_calls(&path, &mut message)?;
     Ok(Value::Object(message))
+}
+
+/// Calls that the assistant made earlier: the API carries arguments as JSON text, templates want the object.
+fn read_past_calls(path: &str, message: &mut Map<String, Value>) -> Result<(), KvistError> {
+    match message.get_mut("tool_calls") {
+        None => {}
+        // Templates ask whether there are calls at all.
+        Some(Value::Null) => {
+            message.shift_remove("tool_calls");
+        }
+        Some(Value::Array(calls)) => {
+            for (number, call) in calls.iter_mut().enumerate() {
+                let Some(function) = call.get_mut("function").and_then(Value::as_object_mut) else {
+                    return Err(wrong(format!("{path}.tool_calls[{number}].function"), "must be an object"));
+                };
+                if let Some(Value::String(arguments)) = function.get("arguments")
+                    && let Ok(parsed @ Value::Object(_)) = serde_json::from_str(arguments)
+                {
+                    function.insert("arguments".to_owned(), parsed);
+                }
+            }
+        }
+        Some(_) => return Err(wrong(format!("{path}.tool_calls"), "must be an array")),
+    }
+    Ok(())
 }
 
 fn read_prompt_list(items: Vec<Value>) -> Result<PromptForm, KvistError> {
@@ -443,6 +554,9 @@ fn read_stop(fields: &mut Fields) -> Result<Vec<String>, KvistError> {
     if stops.len() > MOST_STOPS {
         return Err(wrong("stop", format!("may have at most {MOST_STOPS} strings")));
     }
+    if let Some(position) = stops.iter().position(|stop| stop.len() > LONGEST_STOP_BYTES) {
+        return Err(wrong(format!("stop[{position}]"), format!("may have at most {LONGEST_STOP_BYTES} bytes")));
+    }
     Ok(stops.into_iter().filter(|stop| !stop.is_empty()).collect())
 }
 
@@ -459,19 +573,22 @@ fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, KvistError> {
         .collect()
 }
 
+/// Tools may be listed when none may be called; then they are left out.
 fn refuse_tools(fields: &mut Fields) -> Result<(), KvistError> {
-    let choice = fields.take("tool_choice");
-    let none = choice.as_ref().is_none_or(|choice| choice == "none" || choice == "auto");
-    let tools = ["tools", "functions"].map(|field| (field, fields.take(field)));
+    const WHY: &str = "tool calls are not supported by this version; leave tools out or set `tool_choice` to `none`";
     fields.take("parallel_tool_calls");
-    for (field, value) in tools {
-        let empty = value.as_ref().is_none_or(|value| value.as_array().is_some_and(Vec::is_empty));
-        if !empty && choice.as_ref().is_none_or(|choice| choice != "none") {
-            return Err(unsupported(field, "tool calls are not supported by this version"));
+    for (tools, choice) in [("tools", "tool_choice"), ("functions", "function_call")] {
+        let listed = match fields.take(tools) {
+            None => false,
+            Some(Value::Array(items)) => !items.is_empty(),
+            Some(_) => return Err(wrong(tools, "must be an array")),
+        };
+        match fields.take(choice) {
+            Some(value) if value == "none" => {}
+            Some(value) if value != "auto" => return Err(unsupported(choice, WHY)),
+            _ if listed => return Err(unsupported(tools, WHY)),
+            _ => {}
         }
-    }
-    if !none {
-        return Err(unsupported("tool_choice", "tool calls are not supported by this version"));
     }
     Ok(())
 }
@@ -488,30 +605,56 @@ fn read_structured(fields: &mut Fields) -> Result<Option<Structured>, KvistError
                 let schema = schema.ok_or_else(|| wrong("response_format.json_schema.schema", "must be an object"))?;
                 found.push(Structured::JsonSchema(schema.to_string()));
             }
-            _ => return Err(wrong("response_format.type", "must be one of text, json_object, json_schema")),
+            Some("structural_tag") => found.push(Structured::StructuralTag(Value::Object(format).to_string())),
+            _ => {
+                let kinds = "must be one of text, json_object, json_schema, structural_tag";
+                return Err(wrong("response_format.type", kinds));
+            }
         }
     }
-    if let Some(schema) = fields.take("guided_json") {
-        found.push(Structured::JsonSchema(match schema {
-            Value::String(text) => text,
-            other => other.to_string(),
-        }));
-    }
-    found.extend(fields.text("guided_regex")?.map(Structured::Regex));
-    found.extend(fields.text("guided_grammar")?.map(Structured::Grammar));
-    if let Some(choices) = fields.take("guided_choice") {
-        let texts = choices
-            .as_array()
-            .map(|items| items.iter().filter_map(|item| item.as_str().map(str::to_owned)).collect::<Vec<_>>());
-        let texts = texts
-            .filter(|texts| !texts.is_empty())
-            .ok_or_else(|| wrong("guided_choice", "must be a list of strings"))?;
-        found.push(Structured::Choice(texts));
+    // vLLM's two spellings of the same.
+    let newer = fields.object("structured_outputs")?.unwrap_or_default();
+    let older: Map<String, Value> = ["json", "regex", "grammar", "choice"]
+        .into_iter()
+        .filter_map(|kind| Some((kind.to_owned(), fields.take(&format!("guided_{kind}"))?)))
+        .collect();
+    for (map, path) in [(newer, "structured_outputs."), (older, "guided_")] {
+        for (kind, value) in map.into_iter().filter(|(_, value)| !value.is_null()) {
+            found.extend(read_constraint(&kind, value, || format!("{path}{kind}"))?);
+        }
     }
     if found.len() > 1 {
         return Err(wrong("response_format", "only one constraint may be given"));
     }
     Ok(found.pop())
+}
+
+fn read_constraint(kind: &str, value: Value, path: impl Fn() -> String) -> Result<Option<Structured>, KvistError> {
+    let text = |value: Value| match value {
+        Value::String(text) => Ok(text),
+        _ => Err(wrong(path(), "must be a string")),
+    };
+    match kind {
+        "json" => match value {
+            Value::String(schema) => Ok(Some(Structured::JsonSchema(schema))),
+            Value::Object(_) => Ok(Some(Structured::JsonSchema(value.to_string()))),
+            _ => Err(wrong(path(), "must be a JSON schema")),
+        },
+        "json_object" => match value.as_bool() {
+            Some(wanted) => Ok(wanted.then_some(Structured::JsonObject)),
+            None => Err(wrong(path(), "must be true or false")),
+        },
+        "regex" => text(value).map(Structured::Regex).map(Some),
+        "grammar" => text(value).map(Structured::Grammar).map(Some),
+        "structural_tag" => text(value).map(Structured::StructuralTag).map(Some),
+        "choice" => {
+            let texts = value.as_array().filter(|items| !items.is_empty()).and_then(|items| {
+                items.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()
+            });
+            texts.map(Structured::Choice).map(Some).ok_or_else(|| wrong(path(), "must be a list of strings"))
+        }
+        _ => Err(unsupported(path(), "this version does not know the constraint")),
+    }
 }
 
 #[cfg(test)]
@@ -540,23 +683,213 @@ mod tests {
     }
 
     #[test]
+    fn every_field_arrives() {
+        let input = chat(
+            r#", "temperature": 0.5, "top_p": 0, "top_k": -1, "min_p": 0.25, "frequency_penalty": -1, "presence_penalty": 2,
+            "repetition_penalty": 1.5, "seed": -7, "logit_bias": {"5": -100}, "max_completion_tokens": 9, "min_tokens": 2,
+            "stop": "END", "stop_token_ids": [3], "include_stop_str_in_output": true, "ignore_eos": true,
+            "response_format": {"type": "json_object"}, "logprobs": true, "top_logprobs": 3, "n": 2, "stream": true,
+            "stream_options": {"include_usage": true, "include_obfuscation": false}, "cache_salt": "s", "priority": -1,
+            "chat_template_kwargs": {"enable_thinking": false}, "documents": [], "tools": [{}], "tool_choice": "none",
+            "skip_special_tokens": true, "user": "u", "new_field": 1, "absent": null"#,
+        )
+        .unwrap();
+        let variables = serde_json::json!({"enable_thinking": false, "documents": []});
+        assert_eq!(
+            GenerateInput {
+                endpoint: Endpoint::ChatCompletions,
+                model: "m".to_owned(),
+                prompt: PromptForm::Chat {
+                    messages: vec![serde_json::json!({"role": "user", "content": "hi"})],
+                    variables: variables.as_object().unwrap().clone(),
+                },
+                sampling: Sampling {
+                    temperature: Some(0.5),
+                    top_p: Some(SMALLEST_TOP_P),
+                    top_k: Some(0),
+                    min_p: Some(0.25),
+                    frequency_penalty: Some(-1.0),
+                    presence_penalty: Some(2.0),
+                    repetition_penalty: Some(1.5),
+                    seed: Some(-7),
+                    logit_bias: vec![(5, -100.0)],
+                },
+                max_tokens: Some(9),
+                min_tokens: Some(2),
+                stop: vec!["END".to_owned()],
+                stop_token_ids: vec![3],
+                include_stop_string: true,
+                ignore_eos: true,
+                structured: Some(Structured::JsonObject),
+                logprobs: Some(Logprobs { top: 3 }),
+                choices: 2,
+                stream: true,
+                include_usage: true,
+                echo: false,
+                cache_salt: "s".to_owned(),
+                priority: -1,
+                extras: serde_json::json!({"new_field": 1}).as_object().unwrap().clone(),
+            },
+            input
+        );
+    }
+
+    #[test]
     fn wrong_fields_are_named() {
         for (more, code, field) in [
             (r#", "temperature": 3"#, Code::InvalidArgument, "temperature"),
             (r#", "max_tokens": 0"#, Code::InvalidArgument, "max_tokens"),
+            (r#", "n": 0"#, Code::InvalidArgument, "n"),
             (r#", "stop": [1]"#, Code::InvalidArgument, "stop[0]"),
+            (r#", "stream": "yes""#, Code::InvalidArgument, "stream"),
             (r#", "top_logprobs": 2"#, Code::InvalidArgument, "top_logprobs"),
             (r#", "logit_bias": {"x": 1}"#, Code::InvalidArgument, "logit_bias.x"),
             (r#", "kv_transfer_params": {}"#, Code::MeshOnlyField, "kv_transfer_params"),
+            (r#", "ec_transfer_params": null"#, Code::MeshOnlyField, "ec_transfer_params"),
+            (r#", "vllm_xargs": {"a": 1}"#, Code::MeshOnlyField, "vllm_xargs"),
             (r#", "tools": [{}]"#, Code::UnsupportedField, "tools"),
+            (r#", "tools": [{}], "tool_choice": "auto""#, Code::UnsupportedField, "tools"),
+            (r#", "tools": [{}], "tool_choice": "required""#, Code::UnsupportedField, "tool_choice"),
+            (r#", "functions": [{}]"#, Code::UnsupportedField, "functions"),
+            (r#", "chat_template_kwargs": {"tools": []}"#, Code::UnsupportedField, "chat_template_kwargs.tools"),
+            (r#", "chat_template": "x""#, Code::UnsupportedField, "chat_template"),
+            (r#", "prompt_logprobs": 1"#, Code::UnsupportedField, "prompt_logprobs"),
+            (r#", "skip_special_tokens": false"#, Code::UnsupportedField, "skip_special_tokens"),
+            (r#", "reasoning_effort": "high""#, Code::UnsupportedField, "reasoning_effort"),
             (r#", "stream_options": {}"#, Code::InvalidArgument, "stream_options"),
+            (
+                r#", "stream": true, "stream_options": {"include_usage": 1}"#,
+                Code::InvalidArgument,
+                "stream_options.include_usage",
+            ),
+            (
+                r#", "stream": true, "stream_options": {"continuous_usage_stats": true}"#,
+                Code::UnsupportedField,
+                "stream_options.continuous_usage_stats",
+            ),
             (r#", "response_format": {"type": "xml"}"#, Code::InvalidArgument, "response_format.type"),
+            (
+                r#", "response_format": {"type": "json_object"}, "guided_regex": "a""#,
+                Code::InvalidArgument,
+                "response_format",
+            ),
+            (r#", "guided_choice": ["a", 1]"#, Code::InvalidArgument, "guided_choice"),
+            (r#", "structured_outputs": {"lark": "x"}"#, Code::UnsupportedField, "structured_outputs.lark"),
         ] {
             assert_eq!((code, field.to_owned()), refused_field(more), "{more}");
         }
-        let image = br#"{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#;
-        assert_eq!(Code::UnsupportedField, parse_chat_completion(image).unwrap_err().code);
+        let long = format!(r#", "stop": ["a", "{}"]"#, "b".repeat(LONGEST_STOP_BYTES + 1));
+        assert_eq!((Code::InvalidArgument, "stop[1]".to_owned()), refused_field(&long));
         assert_eq!(Code::InvalidArgument, parse_chat_completion(b"{").unwrap_err().code);
+        assert_eq!(Code::InvalidArgument, parse_chat_completion(b"[]").unwrap_err().code);
+        assert_eq!("messages", parse_chat_completion(br#"{"model": "m"}"#).unwrap_err().fields[0].field);
+    }
+
+    fn message(json: &str) -> Result<Value, KvistError> {
+        let body = format!(r#"{{"model": "m", "messages": [{json}]}}"#);
+        match parse_chat_completion(body.as_bytes())?.prompt {
+            PromptForm::Chat { mut messages, .. } => Ok(messages.remove(0)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn messages_hold_one_text() {
+        let parts = r#"{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}"#;
+        assert_eq!(serde_json::json!({"role": "user", "content": "a\nb"}), message(parts).unwrap());
+        for (json, code, field) in [
+            (r#"{"role": "user"}"#, Code::InvalidArgument, "messages[0].content"),
+            (r#"{"content": "x"}"#, Code::InvalidArgument, "messages[0].role"),
+            (r#"7"#, Code::InvalidArgument, "messages[0]"),
+            (
+                r#"{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}"#,
+                Code::UnsupportedField,
+                "messages[0].content[0].type",
+            ),
+            (
+                r#"{"role": "user", "content": [{"type": "text"}]}"#,
+                Code::InvalidArgument,
+                "messages[0].content[0].text",
+            ),
+            (
+                r#"{"role": "assistant", "content": "", "tool_calls": [{}]}"#,
+                Code::InvalidArgument,
+                "messages[0].tool_calls[0].function",
+            ),
+        ] {
+            let error = message(json).unwrap_err();
+            assert_eq!((code, field), (error.code, error.fields[0].field.as_str()), "{json}");
+        }
+    }
+
+    #[test]
+    fn arguments_of_past_calls_are_objects() {
+        let json = r#"{"role": "assistant", "content": null, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}},
+            {"id": "2", "type": "function", "function": {"name": "f", "arguments": "broken"}}]}"#;
+        let message = message(json).unwrap();
+        assert_eq!(serde_json::json!({"a": 1}), message["tool_calls"][0]["function"]["arguments"]);
+        assert_eq!("broken", message["tool_calls"][1]["function"]["arguments"]);
+        assert_eq!("", message["content"]);
+    }
+
+    #[test]
+    fn constraints_have_several_spellings() {
+        for (more, expected) in [
+            (r#", "response_format": {"type": "text"}"#, None),
+            (
+                r#", "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}"#,
+                Some(Structured::JsonSchema(r#"{"type":"object"}"#.to_owned())),
+            ),
+            (r#", "guided_json": {"a": 1}"#, Some(Structured::JsonSchema(r#"{"a":1}"#.to_owned()))),
+            (r#", "structured_outputs": {"json": "{}"}"#, Some(Structured::JsonSchema("{}".to_owned()))),
+            (r#", "structured_outputs": {"regex": "a+", "json": null}"#, Some(Structured::Regex("a+".to_owned()))),
+            (r#", "guided_choice": ["a", "b"]"#, Some(Structured::Choice(vec!["a".to_owned(), "b".to_owned()]))),
+        ] {
+            assert_eq!(expected, chat(more).unwrap().structured, "{more}");
+        }
+    }
+
+    #[test]
+    fn completions_have_their_own_rules() {
+        let parse = |more: &str| parse_completion(format!(r#"{{"model": "m", "prompt": "p"{more}}}"#).as_bytes());
+        let input = parse(r#", "logprobs": 0, "n": 3, "best_of": 3"#).unwrap();
+        assert_eq!((Some(16), Some(Logprobs { top: 0 }), 3), (input.max_tokens, input.logprobs, input.choices));
+        assert!(parse(r#", "echo": true"#).unwrap().echo);
+        for (more, field) in [
+            (r#", "best_of": 2"#, "best_of"),
+            (r#", "suffix": "x""#, "suffix"),
+            (r#", "echo": true, "logprobs": 1"#, "echo"),
+        ] {
+            let error = parse(more).unwrap_err();
+            assert_eq!((Code::UnsupportedField, field), (error.code, error.fields[0].field.as_str()));
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_body_breaks_the_parser(body in "\\PC{0,80}", value in "(null|true|-1|0|1e400|\"x\"|\\[\\]|\\{\\}|\\[[0-9]\\])", field in 0usize..48) {
+            let _ = parse_chat_completion(body.as_bytes());
+            let fields = [
+                "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+                "seed", "logit_bias", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids",
+                "include_stop_str_in_output", "ignore_eos", "response_format", "logprobs", "top_logprobs", "n", "stream",
+                "stream_options", "cache_salt", "priority", "chat_template_kwargs", "documents", "tools", "tool_choice",
+                "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "structured_outputs", "echo",
+                "prompt", "best_of", "suffix", "messages", "model", "user", "metadata", "modalities", "audio",
+                "prompt_logprobs", "chat_template", "kv_hints", "x",
+            ];
+            let name = fields[field];
+            for outcome in [
+                chat(&format!(r#", "{name}": {value}"#)),
+                parse_completion(format!(r#"{{"model": "m", "prompt": "p", "{name}": {value}}}"#).as_bytes()),
+            ] {
+                if let Err(error) = outcome {
+                    proptest::prop_assert!(error.fields.iter().all(|violation| error.message.contains(&violation.field)));
+                    proptest::prop_assert_eq!(400, error.code.http_status());
+                }
+            }
+        }
     }
 
     #[test]

@@ -1,5 +1,9 @@
 //! Answers of the OpenAI API, written straight into bytes.
 
+use std::fmt::Write as _;
+
+use bytes::{BufMut as _, BytesMut};
+
 use crate::request::Endpoint;
 
 /// Why a choice ended, as the API says it.
@@ -44,6 +48,31 @@ pub struct TokenLogprob {
     pub top: Vec<(Vec<u8>, f32)>,
 }
 
+/// Tokens that belong to one piece of text.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogprobRun<'a> {
+    /// In order.
+    pub tokens: &'a [TokenLogprob],
+    /// Characters of the choice's text before them; the completions API states it for each token.
+    pub text_offset: u32,
+}
+
+impl LogprobRun<'_> {
+    /// Characters of the text after these tokens: the offset of the next run.
+    #[must_use]
+    pub fn end_offset(&self) -> u32 {
+        self.tokens.iter().fold(self.text_offset, |offset, token| offset.saturating_add(token.characters()))
+    }
+}
+
+impl TokenLogprob {
+    /// Characters that begin in this token; one that is spread over several counts where it begins.
+    fn characters(&self) -> u32 {
+        let begins = self.bytes.iter().filter(|byte| **byte & 0xC0 != 0x80).count();
+        u32::try_from(begins).unwrap_or(u32::MAX)
+    }
+}
+
 /// One choice of a whole answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
@@ -57,15 +86,21 @@ pub struct Choice {
     pub logprobs: Option<Vec<TokenLogprob>>,
 }
 
-/// Writes the answer to one request.
+/// Writes the answer to one request: a stream of events, or one whole answer.
+///
+/// What is the same in every chunk is put together once; a delta then costs a few copies and the escape of its text.
 #[derive(Clone, Debug)]
 pub struct AnswerWriter {
     endpoint: Endpoint,
     include_usage: bool,
-    /// `"id":…,"object":…,"created":…,"model":…` of every chunk.
-    chunk_head: Vec<u8>,
-    /// The same for a whole answer.
-    whole_head: Vec<u8>,
+    /// A chunk up to the index of its choice.
+    chunk_open: Vec<u8>,
+    /// What closes a chunk behind its finish reason.
+    chunk_close: &'static [u8],
+    /// The chunk that carries usage, up to its value.
+    usage_open: Vec<u8>,
+    /// A whole answer up to its choices.
+    whole_open: Vec<u8>,
 }
 
 impl AnswerWriter {
@@ -76,233 +111,278 @@ impl AnswerWriter {
             Endpoint::ChatCompletions => ("chatcmpl-", "chat.completion.chunk", "chat.completion"),
             Endpoint::Completions => ("cmpl-", "text_completion", "text_completion"),
         };
-        let head = |object: &str| {
-            let mut head = b"{\"id\":".to_vec();
-            write_string(&mut head, &format!("{prefix}{request_id}"));
-            head.extend_from_slice(format!(",\"object\":\"{object}\",\"created\":{created},\"model\":").as_bytes());
-            write_string(&mut head, model);
-            head
+        let open = |start: &str, object: &str, end: &str| {
+            let mut out = BytesMut::from(start.as_bytes());
+            out.put_slice(b"{\"id\":");
+            write_string(&mut out, &format!("{prefix}{request_id}"));
+            write_display(&mut out, format_args!(",\"object\":\"{object}\",\"created\":{created},\"model\":"));
+            write_string(&mut out, model);
+            out.put_slice(end.as_bytes());
+            out.to_vec()
         };
-        Self { endpoint, include_usage, chunk_head: head(chunk), whole_head: head(whole) }
+        Self {
+            endpoint,
+            include_usage,
+            chunk_open: open("data: ", chunk, ",\"choices\":[{\"index\":"),
+            chunk_close: if include_usage { b"}],\"usage\":null}\n\n" } else { b"}]}\n\n" },
+            usage_open: open("data: ", chunk, ",\"choices\":[],\"usage\":"),
+            whole_open: open("", whole, ",\"choices\":["),
+        }
     }
 
     /// The first chunk of a choice, which states the role; completions have none.
-    pub fn write_start(&self, out: &mut Vec<u8>, index: u32) {
+    pub fn write_start(&self, out: &mut BytesMut, index: u32) {
         if self.endpoint == Endpoint::ChatCompletions {
-            self.open_chunk(out, index);
-            out.extend_from_slice(
-                b"\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null",
+            self.open_chunk(out, index, 0);
+            out.put_slice(
+                b",\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null",
             );
-            self.close_chunk(out);
+            out.put_slice(self.chunk_close);
         }
     }
 
     /// New text of a choice.
-    pub fn write_delta(&self, out: &mut Vec<u8>, index: u32, text: &str, logprobs: Option<&[TokenLogprob]>) {
-        self.open_chunk(out, index);
+    pub fn write_delta(&self, out: &mut BytesMut, index: u32, text: &str, logprobs: Option<LogprobRun<'_>>) {
+        self.open_chunk(out, index, text.len());
         match self.endpoint {
             Endpoint::ChatCompletions => {
-                out.extend_from_slice(b"\"delta\":{\"content\":");
+                out.put_slice(b",\"delta\":{\"content\":");
                 write_string(out, text);
-                out.push(b'}');
+                out.put_slice(b"},\"logprobs\":");
             }
             Endpoint::Completions => {
-                out.extend_from_slice(b"\"text\":");
+                out.put_slice(b",\"text\":");
                 write_string(out, text);
+                out.put_slice(b",\"logprobs\":");
             }
         }
-        out.extend_from_slice(b",\"logprobs\":");
         self.write_logprobs(out, logprobs);
-        out.extend_from_slice(b",\"finish_reason\":null");
-        self.close_chunk(out);
+        out.put_slice(b",\"finish_reason\":null");
+        out.put_slice(self.chunk_close);
     }
 
     /// The end of a choice.
-    pub fn write_finish(&self, out: &mut Vec<u8>, index: u32, finish: FinishWord) {
-        self.open_chunk(out, index);
-        out.extend_from_slice(match self.endpoint {
-            Endpoint::ChatCompletions => b"\"delta\":{}",
-            Endpoint::Completions => b"\"text\":\"\"",
+    pub fn write_finish(&self, out: &mut BytesMut, index: u32, finish: FinishWord) {
+        self.open_chunk(out, index, 0);
+        out.put_slice(match self.endpoint {
+            Endpoint::ChatCompletions => b",\"delta\":{}",
+            Endpoint::Completions => b",\"text\":\"\"",
         });
-        out.extend_from_slice(b",\"logprobs\":null,\"finish_reason\":\"");
-        out.extend_from_slice(finish.as_str().as_bytes());
-        out.push(b'"');
-        self.close_chunk(out);
+        out.put_slice(b",\"logprobs\":null,\"finish_reason\":\"");
+        out.put_slice(finish.as_str().as_bytes());
+        out.put_u8(b'"');
+        out.put_slice(self.chunk_close);
     }
 
     /// The end of a stream that ended well: usage, when asked for, and the end mark. Never written after an error.
-    pub fn write_done(&self, out: &mut Vec<u8>, usage: UsageNumbers) {
+    pub fn write_done(&self, out: &mut BytesMut, usage: UsageNumbers) {
         if self.include_usage {
-            out.extend_from_slice(b"data: ");
-            out.extend_from_slice(&self.chunk_head);
-            out.extend_from_slice(b",\"choices\":[],\"usage\":");
+            out.put_slice(&self.usage_open);
             write_usage(out, usage);
-            out.extend_from_slice(b"}\n\n");
+            out.put_slice(b"}\n\n");
         }
-        out.extend_from_slice(b"data: [DONE]\n\n");
+        out.put_slice(b"data: [DONE]\n\n");
     }
 
     /// An error in a stream that has begun. Nothing follows it.
-    pub fn write_error(&self, out: &mut Vec<u8>, error: &kvist_errors::KvistError) {
-        out.extend_from_slice(b"data: ");
-        out.extend_from_slice(&error.to_openai_json());
-        out.extend_from_slice(b"\n\n");
+    pub fn write_error(&self, out: &mut BytesMut, error: &kvist_errors::KvistError) {
+        out.put_slice(b"data: ");
+        out.put_slice(&error.to_openai_json());
+        out.put_slice(b"\n\n");
+    }
+
+    /// A comment that keeps proxies awake while the request waits.
+    pub fn write_keep_alive(&self, out: &mut BytesMut) {
+        out.put_slice(b": keep-alive\n\n");
     }
 
     /// A whole answer.
-    pub fn write_whole(&self, out: &mut Vec<u8>, choices: &[Choice], usage: UsageNumbers) {
-        out.extend_from_slice(&self.whole_head);
-        out.extend_from_slice(b",\"choices\":[");
-        for (position, choice) in choices.iter().enumerate() {
-            if position > 0 {
-                out.push(b',');
-            }
-            out.extend_from_slice(format!("{{\"index\":{},", choice.index).as_bytes());
+    pub fn write_whole(&self, out: &mut BytesMut, choices: &[Choice], usage: UsageNumbers) {
+        let text_bytes: usize = choices.iter().map(|choice| choice.text.len()).sum();
+        out.reserve(self.whole_open.len() + text_bytes + 256);
+        out.put_slice(&self.whole_open);
+        write_list(out, choices, |out, choice| {
+            out.put_slice(b"{\"index\":");
+            write_number(out, choice.index);
             match self.endpoint {
                 Endpoint::ChatCompletions => {
-                    out.extend_from_slice(b"\"message\":{\"role\":\"assistant\",\"content\":");
+                    out.put_slice(b",\"message\":{\"role\":\"assistant\",\"content\":");
                     write_string(out, &choice.text);
-                    out.extend_from_slice(b",\"refusal\":null}");
+                    out.put_slice(b",\"refusal\":null},\"logprobs\":");
                 }
                 Endpoint::Completions => {
-                    out.extend_from_slice(b"\"text\":");
+                    out.put_slice(b",\"text\":");
                     write_string(out, &choice.text);
+                    out.put_slice(b",\"logprobs\":");
                 }
             }
-            out.extend_from_slice(b",\"logprobs\":");
-            self.write_logprobs(out, choice.logprobs.as_deref());
-            out.extend_from_slice(format!(",\"finish_reason\":\"{}\"}}", choice.finish.as_str()).as_bytes());
-        }
-        out.extend_from_slice(b"],\"usage\":");
+            self.write_logprobs(out, choice.logprobs.as_deref().map(|tokens| LogprobRun { tokens, text_offset: 0 }));
+            out.put_slice(b",\"finish_reason\":\"");
+            out.put_slice(choice.finish.as_str().as_bytes());
+            out.put_slice(b"\"}");
+        });
+        out.put_slice(b"],\"usage\":");
         write_usage(out, usage);
-        out.push(b'}');
+        out.put_u8(b'}');
     }
 
-    fn open_chunk(&self, out: &mut Vec<u8>, index: u32) {
-        out.extend_from_slice(b"data: ");
-        out.extend_from_slice(&self.chunk_head);
-        out.extend_from_slice(b",\"choices\":[{\"index\":");
+    fn open_chunk(&self, out: &mut BytesMut, index: u32, text_bytes: usize) {
+        out.reserve(self.chunk_open.len() + text_bytes + 128);
+        out.put_slice(&self.chunk_open);
         write_number(out, index);
-        out.push(b',');
     }
 
-    fn close_chunk(&self, out: &mut Vec<u8>) {
-        out.extend_from_slice(if self.include_usage { b"}],\"usage\":null}\n\n" as &[u8] } else { b"}]}\n\n" });
-    }
-
-    fn write_logprobs(&self, out: &mut Vec<u8>, logprobs: Option<&[TokenLogprob]>) {
-        let Some(logprobs) = logprobs else { return out.extend_from_slice(b"null") };
+    fn write_logprobs(&self, out: &mut BytesMut, logprobs: Option<LogprobRun<'_>>) {
+        let Some(run) = logprobs else { return out.put_slice(b"null") };
         match self.endpoint {
-            Endpoint::ChatCompletions => {
-                out.extend_from_slice(b"{\"content\":[");
-                write_list(out, logprobs, |out, token| {
-                    write_chat_token(out, &token.bytes, token.logprob);
-                    out.extend_from_slice(b",\"top_logprobs\":[");
-                    write_list(out, &token.top, |out, (bytes, logprob)| {
-                        write_chat_token(out, bytes, *logprob);
-                        out.push(b'}');
-                    });
-                    out.extend_from_slice(b"]}");
-                });
-                out.extend_from_slice(b"],\"refusal\":null}");
-            }
-            Endpoint::Completions => {
-                out.extend_from_slice(b"{\"tokens\":[");
-                write_list(out, logprobs, |out, token| write_string(out, &String::from_utf8_lossy(&token.bytes)));
-                out.extend_from_slice(b"],\"token_logprobs\":[");
-                write_list(out, logprobs, |out, token| write_logprob(out, token.logprob));
-                out.extend_from_slice(b"],\"top_logprobs\":[");
-                write_list(out, logprobs, |out, token| {
-                    out.push(b'{');
-                    write_list(out, &token.top, |out, (bytes, logprob)| {
-                        write_string(out, &String::from_utf8_lossy(bytes));
-                        out.push(b':');
-                        write_logprob(out, *logprob);
-                    });
-                    out.push(b'}');
-                });
-                out.extend_from_slice(b"],\"text_offset\":[]}");
-            }
+            Endpoint::ChatCompletions => write_chat_logprobs(out, run.tokens),
+            Endpoint::Completions => write_completion_logprobs(out, run),
         }
     }
+}
+
+fn write_chat_logprobs(out: &mut BytesMut, tokens: &[TokenLogprob]) {
+    out.put_slice(b"{\"content\":[");
+    write_list(out, tokens, |out, token| {
+        write_chat_token(out, &token.bytes, token.logprob);
+        out.put_slice(b",\"top_logprobs\":[");
+        write_list(out, &token.top, |out, (bytes, logprob)| {
+            write_chat_token(out, bytes, *logprob);
+            out.put_u8(b'}');
+        });
+        out.put_slice(b"]}");
+    });
+    out.put_slice(b"],\"refusal\":null}");
 }
 
 /// A token of the chat API, without the closing brace.
-fn write_chat_token(out: &mut Vec<u8>, bytes: &[u8], logprob: f32) {
-    out.extend_from_slice(b"{\"token\":");
+fn write_chat_token(out: &mut BytesMut, bytes: &[u8], logprob: f32) {
+    out.put_slice(b"{\"token\":");
     write_string(out, &String::from_utf8_lossy(bytes));
-    out.extend_from_slice(b",\"logprob\":");
+    out.put_slice(b",\"logprob\":");
     write_logprob(out, logprob);
-    out.extend_from_slice(b",\"bytes\":[");
+    out.put_slice(b",\"bytes\":[");
     write_list(out, bytes, |out, byte| write_number(out, u32::from(*byte)));
-    out.push(b']');
+    out.put_u8(b']');
 }
 
-fn write_list<T>(out: &mut Vec<u8>, items: &[T], mut write: impl FnMut(&mut Vec<u8>, &T)) {
+fn write_completion_logprobs(out: &mut BytesMut, run: LogprobRun<'_>) {
+    out.put_slice(b"{\"tokens\":[");
+    write_list(out, run.tokens, |out, token| write_completion_token(out, &token.bytes));
+    out.put_slice(b"],\"token_logprobs\":[");
+    write_list(out, run.tokens, |out, token| write_logprob(out, token.logprob));
+    out.put_slice(b"],\"top_logprobs\":[");
+    write_list(out, run.tokens, |out, token| {
+        // The chosen token is always among them; a key appears once, though tokens may share their text.
+        let chosen = std::iter::once((token.bytes.as_slice(), token.logprob));
+        let top = token.top.iter().map(|(bytes, logprob)| (bytes.as_slice(), *logprob));
+        let mut written: Vec<&[u8]> = Vec::with_capacity(token.top.len() + 1);
+        out.put_u8(b'{');
+        for (bytes, logprob) in top.chain(chosen) {
+            if written.contains(&bytes) {
+                continue;
+            }
+            if !written.is_empty() {
+                out.put_u8(b',');
+            }
+            written.push(bytes);
+            write_completion_token(out, bytes);
+            out.put_u8(b':');
+            write_logprob(out, logprob);
+        }
+        out.put_u8(b'}');
+    });
+    out.put_slice(b"],\"text_offset\":[");
+    let mut offset = run.text_offset;
+    write_list(out, run.tokens, |out, token| {
+        write_number(out, offset);
+        offset = offset.saturating_add(token.characters());
+    });
+    out.put_slice(b"]}");
+}
+
+/// A token of the completions API: its text, or its bytes as that API spells those that are no text.
+fn write_completion_token(out: &mut BytesMut, bytes: &[u8]) {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => write_string(out, text),
+        Err(_) => {
+            out.put_slice(b"\"bytes:");
+            for byte in bytes {
+                write_display(out, format_args!("\\\\x{byte:02x}"));
+            }
+            out.put_u8(b'"');
+        }
+    }
+}
+
+fn write_list<T>(out: &mut BytesMut, items: &[T], mut write: impl FnMut(&mut BytesMut, &T)) {
     for (position, item) in items.iter().enumerate() {
         if position > 0 {
-            out.push(b',');
+            out.put_u8(b',');
         }
         write(out, item);
     }
 }
 
-fn write_usage(out: &mut Vec<u8>, usage: UsageNumbers) {
+fn write_usage(out: &mut BytesMut, usage: UsageNumbers) {
     let UsageNumbers { prompt_tokens, completion_tokens, cached_tokens } = usage;
     let total = u64::from(prompt_tokens) + u64::from(completion_tokens);
-    out.extend_from_slice(
-        format!(
+    write_display(
+        out,
+        format_args!(
             "{{\"prompt_tokens\":{prompt_tokens},\"completion_tokens\":{completion_tokens},\"total_tokens\":{total},\
              \"prompt_tokens_details\":{{\"cached_tokens\":{cached_tokens}}}}}"
-        )
-        .as_bytes(),
+        ),
     );
 }
 
 /// JSON has no infinities; the API writes the least probable as -9999.
-fn write_logprob(out: &mut Vec<u8>, logprob: f32) {
+fn write_logprob(out: &mut BytesMut, logprob: f32) {
     let finite = if logprob.is_finite() { logprob } else { -9999.0 };
-    out.extend_from_slice(format!("{finite:?}").as_bytes());
+    write_display(out, format_args!("{finite:?}"));
 }
 
-fn write_number(out: &mut Vec<u8>, number: u32) {
+fn write_number(out: &mut BytesMut, number: u32) {
     if let Ok(digit @ 0..=9) = u8::try_from(number) {
-        out.push(b'0' + digit);
+        out.put_u8(b'0' + digit);
     } else {
-        out.extend_from_slice(number.to_string().as_bytes());
+        write_display(out, format_args!("{number}"));
     }
 }
 
+fn write_display(out: &mut BytesMut, text: std::fmt::Arguments<'_>) {
+    // A buffer grows as needed: writing into it cannot fail.
+    let written = out.write_fmt(text);
+    debug_assert!(written.is_ok());
+}
+
 /// A JSON string: runs of plain bytes are copied at once.
-fn write_string(out: &mut Vec<u8>, text: &str) {
+fn write_string(out: &mut BytesMut, text: &str) {
     const HEX: &[u8; 16] = b"0123456789abcdef";
-    out.push(b'"');
+    out.reserve(text.len() + 2);
+    out.put_u8(b'"');
     let bytes = text.as_bytes();
     let mut start = 0;
     for (position, byte) in bytes.iter().enumerate() {
         if *byte >= 0x20 && *byte != b'"' && *byte != b'\\' {
             continue;
         }
-        out.extend_from_slice(&bytes[start..position]);
+        out.put_slice(&bytes[start..position]);
         start = position + 1;
         match byte {
-            b'"' => out.extend_from_slice(b"\\\""),
-            b'\\' => out.extend_from_slice(b"\\\\"),
-            b'\n' => out.extend_from_slice(b"\\n"),
-            b'\r' => out.extend_from_slice(b"\\r"),
-            b'\t' => out.extend_from_slice(b"\\t"),
-            other => out.extend_from_slice(&[
-                b'\\',
-                b'u',
-                b'0',
-                b'0',
-                HEX[usize::from(other >> 4)],
-                HEX[usize::from(other & 15)],
-            ]),
+            b'"' => out.put_slice(b"\\\""),
+            b'\\' => out.put_slice(b"\\\\"),
+            b'\n' => out.put_slice(b"\\n"),
+            b'\r' => out.put_slice(b"\\r"),
+            b'\t' => out.put_slice(b"\\t"),
+            other => {
+                out.put_slice(b"\\u00");
+                out.put_slice(&[HEX[usize::from(other >> 4)], HEX[usize::from(other & 15)]]);
+            }
         }
     }
-    out.extend_from_slice(&bytes[start..]);
-    out.push(b'"');
+    out.put_slice(&bytes[start..]);
+    out.put_u8(b'"');
 }
 
 #[cfg(test)]
@@ -312,73 +392,218 @@ mod tests {
 
     use super::*;
 
-    fn written(write: impl FnOnce(&mut Vec<u8>)) -> String {
-        let mut out = Vec::new();
+    fn written(write: impl FnOnce(&mut BytesMut)) -> String {
+        let mut out = BytesMut::new();
         write(&mut out);
-        String::from_utf8(out).unwrap()
+        String::from_utf8(out.to_vec()).unwrap()
     }
 
-    fn events(text: &str) -> Vec<Value> {
-        text.split("\n\n")
-            .filter(|event| !event.is_empty())
-            .map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap())
-            .collect()
+    fn event(text: &str) -> Value {
+        let line = text.strip_prefix("data: ").and_then(|rest| rest.strip_suffix("\n\n")).unwrap();
+        // An event is one line: a line break inside would end it early.
+        assert!(!line.contains(['\n', '\r']));
+        serde_json::from_str(line).unwrap()
+    }
+
+    fn token(bytes: &[u8], logprob: f32, top: &[(&[u8], f32)]) -> TokenLogprob {
+        TokenLogprob {
+            bytes: bytes.to_vec(),
+            logprob,
+            top: top.iter().map(|(bytes, logprob)| (bytes.to_vec(), *logprob)).collect(),
+        }
     }
 
     #[test]
-    fn a_chat_stream_is_what_clients_expect() {
-        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r-1", 7, "m", true);
+    fn a_chat_stream_byte_by_byte() {
+        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r-1", 7, "m/\"x", true);
         let text = written(|out| {
+            writer.write_keep_alive(out);
             writer.write_start(out, 0);
-            writer.write_delta(out, 0, "Hi\n", None);
+            writer.write_delta(out, 12, "Hi\n\u{1}é", None);
             writer.write_finish(out, 0, FinishWord::Stop);
             writer.write_done(out, UsageNumbers { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 1 });
         });
-        let text = text.strip_suffix("data: [DONE]\n\n").unwrap();
-        let chunk = |delta: Value, finish: Value| {
-            json!({"id": "chatcmpl-r-1", "object": "chat.completion.chunk", "created": 7, "model": "m",
-            "choices": [{"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish}], "usage": null})
-        };
+        let head =
+            r#"data: {"id":"chatcmpl-r-1","object":"chat.completion.chunk","created":7,"model":"m/\"x","choices":["#;
+        let expected = [
+            ": keep-alive".to_owned(),
+            format!(
+                r#"{head}{{"index":0,"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#
+            ),
+            format!(
+                r#"{head}{{"index":12,"delta":{{"content":"Hi\n\u0001é"}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#
+            ),
+            format!(r#"{head}{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"stop"}}],"usage":null}}"#),
+            format!(
+                r#"{head}],"usage":{{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"prompt_tokens_details":{{"cached_tokens":1}}}}}}"#
+            ),
+            "data: [DONE]".to_owned(),
+        ];
+        assert_eq!(expected.map(|event| event + "\n\n").concat(), text);
+    }
+
+    #[test]
+    fn a_completion_stream_byte_by_byte() {
+        let writer = AnswerWriter::new(Endpoint::Completions, "r-1", 7, "m", false);
+        let text = written(|out| {
+            writer.write_start(out, 0);
+            writer.write_delta(out, 0, "Hi", None);
+            writer.write_finish(out, 0, FinishWord::Length);
+            writer.write_done(out, UsageNumbers::default());
+        });
+        let head = r#"data: {"id":"cmpl-r-1","object":"text_completion","created":7,"model":"m","choices":["#;
+        let expected = [
+            format!(r#"{head}{{"index":0,"text":"Hi","logprobs":null,"finish_reason":null}}]}}"#),
+            format!(r#"{head}{{"index":0,"text":"","logprobs":null,"finish_reason":"length"}}]}}"#),
+            "data: [DONE]".to_owned(),
+        ];
+        assert_eq!(expected.map(|event| event + "\n\n").concat(), text);
+    }
+
+    #[test]
+    fn an_error_event_has_no_end_mark() {
+        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
+        let error = kvist_errors::KvistError::new(kvist_errors::Code::EngineLost, "the engine was lost");
         assert_eq!(
-            vec![
-                chunk(json!({"role": "assistant", "content": ""}), Value::Null),
-                chunk(json!({"content": "Hi\n"}), Value::Null),
-                chunk(json!({}), "stop".into()),
-                json!({"id": "chatcmpl-r-1", "object": "chat.completion.chunk", "created": 7, "model": "m", "choices": [],
-                    "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}}),
-            ],
-            events(text)
+            concat!(
+                r#"data: {"error":{"message":"the engine was lost","type":"service_unavailable","param":null,"code":"engine_lost"}}"#,
+                "\n\n"
+            ),
+            written(|out| writer.write_error(out, &error))
         );
     }
 
     #[test]
-    fn whole_answers_parse() {
-        let logprobs = Some(vec![TokenLogprob {
-            bytes: vec![0xC3],
-            logprob: f32::NEG_INFINITY,
-            top: vec![(b"a".to_vec(), -0.5)],
-        }]);
-        let choice = Choice { index: 0, text: "\u{1}\"\\".to_owned(), finish: FinishWord::Length, logprobs };
-        for (endpoint, text) in
-            [(Endpoint::ChatCompletions, "/choices/0/message/content"), (Endpoint::Completions, "/choices/0/text")]
-        {
-            let writer = AnswerWriter::new(endpoint, "r", 7, "m", false);
-            let value: Value = serde_json::from_str(&written(|out| {
-                writer.write_whole(out, std::slice::from_ref(&choice), UsageNumbers::default())
-            }))
-            .unwrap();
-            assert_eq!(Some("\u{1}\"\\"), value.pointer(text).and_then(Value::as_str));
-            assert_eq!("length", value["choices"][0]["finish_reason"]);
-        }
+    fn chat_logprobs_carry_text_and_bytes() {
+        let tokens = [token(b"a", -0.5, &[(b"a", -0.5), (&[0xC3], f32::NEG_INFINITY)])];
+        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
+        let run = LogprobRun { tokens: &tokens, text_offset: 0 };
+        assert_eq!(
+            json!({"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [
+                {"token": "a", "logprob": -0.5, "bytes": [97]},
+                {"token": "\u{FFFD}", "logprob": -9999.0, "bytes": [195]}]}], "refusal": null}),
+            event(&written(|out| writer.write_delta(out, 0, "a", Some(run))))["choices"][0]["logprobs"]
+        );
+    }
+
+    #[test]
+    fn completion_logprobs_carry_offsets_and_the_chosen_token() {
+        // "é" comes in two tokens; the second run begins where the first ended.
+        let first = [token(b"a", -0.5, &[(b"b", -0.25), (b"b", -4.0)]), token(&[0xC3], -1.0, &[])];
+        let second = [token(&[0xA9], -2.0, &[]), token(b"z", -3.0, &[(b"z", -3.0)])];
+        let writer = AnswerWriter::new(Endpoint::Completions, "r", 7, "m", false);
+        let logprobs = |run: LogprobRun<'_>| {
+            event(&written(|out| writer.write_delta(out, 0, "", Some(run))))["choices"][0]["logprobs"].clone()
+        };
+        let run = LogprobRun { tokens: &first, text_offset: 10 };
+        assert_eq!(
+            json!({"tokens": ["a", "bytes:\\xc3"], "token_logprobs": [-0.5, -1.0],
+                "top_logprobs": [{"b": -0.25, "a": -0.5}, {"bytes:\\xc3": -1.0}], "text_offset": [10, 11]}),
+            logprobs(run)
+        );
+        assert_eq!(12, run.end_offset());
+        assert_eq!(
+            json!([12, 12]),
+            logprobs(LogprobRun { tokens: &second, text_offset: run.end_offset() })["text_offset"]
+        );
+    }
+
+    #[test]
+    fn whole_answers_have_every_choice() {
+        let choices = [
+            Choice { index: 0, text: "\u{1}\"\\".to_owned(), finish: FinishWord::Length, logprobs: Some(Vec::new()) },
+            Choice { index: 1, text: String::new(), finish: FinishWord::Stop, logprobs: None },
+        ];
+        let usage = UsageNumbers { prompt_tokens: u32::MAX, completion_tokens: u32::MAX, cached_tokens: 0 };
+        let whole = |endpoint: Endpoint| -> Value {
+            let writer = AnswerWriter::new(endpoint, "r", 7, "m", true);
+            serde_json::from_str(&written(|out| writer.write_whole(out, &choices, usage))).unwrap()
+        };
+        let usage = json!({"prompt_tokens": u32::MAX, "completion_tokens": u32::MAX, "total_tokens": 8_589_934_590_u64,
+            "prompt_tokens_details": {"cached_tokens": 0}});
+        assert_eq!(
+            json!({"id": "chatcmpl-r", "object": "chat.completion", "created": 7, "model": "m", "choices": [
+                {"index": 0, "message": {"role": "assistant", "content": "\u{1}\"\\", "refusal": null},
+                    "logprobs": {"content": [], "refusal": null}, "finish_reason": "length"},
+                {"index": 1, "message": {"role": "assistant", "content": "", "refusal": null},
+                    "logprobs": null, "finish_reason": "stop"}], "usage": usage}),
+            whole(Endpoint::ChatCompletions)
+        );
+        assert_eq!(
+            json!({"id": "cmpl-r", "object": "text_completion", "created": 7, "model": "m", "choices": [
+                {"index": 0, "text": "\u{1}\"\\", "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": [],
+                    "text_offset": []}, "finish_reason": "length"},
+                {"index": 1, "text": "", "logprobs": null, "finish_reason": "stop"}], "usage": usage}),
+            whole(Endpoint::Completions)
+        );
     }
 
     proptest! {
         #[test]
-        fn any_text_survives(text in any::<String>(), index in 0u32..200) {
-            let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
-            let event = events(&written(|out| writer.write_delta(out, index, &text, None))).remove(0);
-            prop_assert_eq!(Some(text.as_str()), event.pointer("/choices/0/delta/content").and_then(Value::as_str));
-            prop_assert_eq!(Some(u64::from(index)), event["choices"][0]["index"].as_u64());
+        fn any_text_survives(
+            text in any::<String>(),
+            model in any::<String>(),
+            index in any::<u32>(),
+            include_usage in any::<bool>(),
+        ) {
+            for endpoint in [Endpoint::ChatCompletions, Endpoint::Completions] {
+                let writer = AnswerWriter::new(endpoint, "r", 7, &model, include_usage);
+                let (object, id, mut choice) = match endpoint {
+                    Endpoint::ChatCompletions => ("chat.completion.chunk", "chatcmpl-r", json!({"delta": {"content": text}})),
+                    Endpoint::Completions => ("text_completion", "cmpl-r", json!({"text": text})),
+                };
+                choice["index"] = index.into();
+                choice["logprobs"] = Value::Null;
+                choice["finish_reason"] = Value::Null;
+                let mut expected = json!({"id": id, "object": object, "created": 7, "model": model, "choices": [choice]});
+                if include_usage {
+                    expected["usage"] = Value::Null;
+                }
+                prop_assert_eq!(expected, event(&written(|out| writer.write_delta(out, index, &text, None))));
+            }
+        }
+
+        #[test]
+        fn any_logprobs_survive(
+            tokens in prop::collection::vec(
+                (prop::collection::vec(any::<u8>(), 0..4), any::<f32>(), prop::collection::vec((prop::collection::vec(any::<u8>(), 0..3), any::<f32>()), 0..4)),
+                0..4,
+            ),
+        ) {
+            let tokens: Vec<TokenLogprob> =
+                tokens.into_iter().map(|(bytes, logprob, top)| TokenLogprob { bytes, logprob, top }).collect();
+            let run = LogprobRun { tokens: &tokens, text_offset: 0 };
+            // An `f32` is read back as the `f64` of the same text.
+            let number = |logprob: f32| -> Value {
+                let finite = if logprob.is_finite() { logprob } else { -9999.0 };
+                serde_json::from_str(&format!("{finite:?}")).unwrap()
+            };
+            let chat = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
+            let one = |bytes: &[u8], logprob: f32| {
+                json!({"token": String::from_utf8_lossy(bytes), "logprob": number(logprob), "bytes": bytes})
+            };
+            let expected: Vec<Value> = tokens
+                .iter()
+                .map(|token| {
+                    let mut value = one(&token.bytes, token.logprob);
+                    value["top_logprobs"] = token.top.iter().map(|(bytes, logprob)| one(bytes, *logprob)).collect();
+                    value
+                })
+                .collect();
+            let answer = event(&written(|out| chat.write_delta(out, 0, "", Some(run))));
+            prop_assert_eq!(&json!(expected), &answer["choices"][0]["logprobs"]["content"]);
+
+            let completion = AnswerWriter::new(Endpoint::Completions, "r", 7, "m", false);
+            let answer = event(&written(|out| completion.write_delta(out, 0, "", Some(run))));
+            let logprobs = &answer["choices"][0]["logprobs"];
+            for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+                prop_assert_eq!(Some(tokens.len()), logprobs[list].as_array().map(Vec::len));
+            }
+            for (position, token) in tokens.iter().enumerate() {
+                prop_assert_eq!(&number(token.logprob), &logprobs["token_logprobs"][position]);
+                let key = logprobs["tokens"][position].as_str().unwrap();
+                prop_assert!(logprobs["top_logprobs"][position].get(key).is_some());
+            }
         }
     }
 }

@@ -54,6 +54,7 @@ pub(crate) fn request(input: GenerateInput, request_id: String) -> GenerateReque
                 Structured::Regex(regex) => Constraint::Regex(regex),
                 Structured::Grammar(grammar) => Constraint::Grammar(grammar),
                 Structured::Choice(texts) => Constraint::Choice(Choices { texts }),
+                Structured::StructuralTag(tag) => Constraint::StructuralTag(tag),
             }),
         }),
         cache_salt: input.cache_salt,

@@ -14,9 +14,9 @@ use axum::{
     response::Response,
     routing::{get, post},
 };
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures::stream;
-use kvist_dialect::{AnswerWriter, Choice, Endpoint, GenerateInput, TokenLogprob};
+use kvist_dialect::{AnswerWriter, Choice, Endpoint, GenerateInput, LogprobRun, TokenLogprob};
 use kvist_errors::{Code, KvistError};
 use kvist_router::{Generation, RouterCore, TextEvent};
 
@@ -164,9 +164,9 @@ async fn whole_answer(
                 TextEvent::Finished(finished) => {
                     let finish = convert::finish_word(&finished);
                     let choice = Choice { index: 0, text, finish, logprobs: with_logprobs.then_some(logprobs) };
-                    let mut out = Vec::with_capacity(512 + choice.text.len());
+                    let mut out = BytesMut::with_capacity(512 + choice.text.len());
                     writer.write_whole(&mut out, &[choice], convert::usage(&finished));
-                    return Ok(answer(StatusCode::OK, "application/json", out.into()));
+                    return Ok(answer(StatusCode::OK, "application/json", out.freeze()));
                 }
             }
         }
@@ -180,6 +180,8 @@ struct Streaming {
     with_logprobs: bool,
     begin: bool,
     echo: String,
+    /// Characters of the text so far, for the offsets of log-probabilities.
+    text_offset: u32,
     ended: bool,
 }
 
@@ -191,7 +193,7 @@ fn stream_answer(
     echo: String,
 ) -> Response {
     let begin = endpoint == Endpoint::ChatCompletions || !echo.is_empty();
-    let state = Streaming { generation, writer, with_logprobs, begin, echo, ended: false };
+    let state = Streaming { generation, writer, with_logprobs, begin, text_offset: 0, echo, ended: false };
     // Dropping the body, when the client has gone, drops the generation, which aborts the request.
     let chunks = stream::unfold(state, |mut state| async move {
         let chunk = state.next_chunk().await?;
@@ -214,18 +216,20 @@ impl Streaming {
         let Ok(events) = tokio::time::timeout(KEEP_ALIVE, self.generation.next_events()).await else {
             return Some(Bytes::from_static(b": keep-alive\n\n"));
         };
-        let mut out = Vec::with_capacity(512);
+        let mut out = BytesMut::with_capacity(512);
         if std::mem::take(&mut self.begin) {
             self.writer.write_start(&mut out, 0);
             if !self.echo.is_empty() {
-                self.writer.write_delta(&mut out, 0, &std::mem::take(&mut self.echo), None);
+                let echo = std::mem::take(&mut self.echo);
+                self.text_offset = u32::try_from(echo.chars().count()).unwrap_or(u32::MAX);
+                self.writer.write_delta(&mut out, 0, &echo, None);
             }
         }
         let Some(events) = events else {
             self.ended = true;
             let error = KvistError::new(Code::EngineLost, "the answer ended without a reason");
             self.writer.write_error(&mut out, &error);
-            return Some(out.into());
+            return Some(out.freeze());
         };
         for event in events {
             match event {
@@ -233,7 +237,9 @@ impl Streaming {
                     let logprobs = self
                         .with_logprobs
                         .then(|| convert::logprobs(&self.generation, &delta.token_ids, &delta.logprobs));
-                    self.writer.write_delta(&mut out, delta.index, &delta.text, logprobs.as_deref());
+                    let run = logprobs.as_deref().map(|tokens| LogprobRun { tokens, text_offset: self.text_offset });
+                    self.writer.write_delta(&mut out, delta.index, &delta.text, run);
+                    self.text_offset = run.map_or(self.text_offset, |run| run.end_offset());
                 }
                 TextEvent::Finished(finished) => {
                     self.ended = true;
@@ -246,7 +252,7 @@ impl Streaming {
                 }
             }
         }
-        Some(out.into())
+        Some(out.freeze())
     }
 }
 

@@ -87,6 +87,8 @@ codes! {
     RequestTooLarge = "REQUEST_TOO_LARGE", ResourceExhausted, 413, "request_too_large", "request_too_large", "request_too_large", false, "The request is larger than the limit";
     /// No key, or a wrong one.
     InvalidApiKey = "INVALID_API_KEY", Unauthenticated, 401, "invalid_request_error", "invalid_api_key", "authentication_error", false, "The API key is missing or wrong";
+    /// The key is right and may not do this.
+    PermissionDenied = "PERMISSION_DENIED", PermissionDenied, 403, "invalid_request_error", "permission_denied", "permission_error", false, "The key may not do this";
     /// No target of the model takes requests.
     NoReadyTarget = "NO_READY_TARGET", Unavailable, 503, "service_unavailable", "no_ready_target", "overloaded_error", true, "No worker of the model takes requests";
     /// Too much is running.
@@ -113,6 +115,8 @@ codes! {
     PoolRevisionMismatch = "POOL_REVISION_MISMATCH", FailedPrecondition, 400, "invalid_request_error", "pool_revision_mismatch", "invalid_request_error", false, "The worker belongs to another pool revision";
     /// A newer leader has spoken.
     StaleFence = "STALE_FENCE", FailedPrecondition, 400, "invalid_request_error", "stale_fence", "invalid_request_error", false, "A newer leader has taken over";
+    /// The state of things forbids the call.
+    PreconditionFailed = "PRECONDITION_FAILED", FailedPrecondition, 400, "invalid_request_error", "precondition_failed", "invalid_request_error", false, "The state of things forbids the call";
     /// No such thing.
     NotFound = "NOT_FOUND", NotFound, 404, "invalid_request_error", "not_found", "not_found_error", false, "It does not exist";
     /// It is there already.
@@ -202,6 +206,49 @@ mod tests {
             .filter(|name| !std::path::Path::new(&format!("{folder}/{name}.md")).is_file())
             .collect();
         assert_eq!(Vec::<&str>::new(), missing);
+    }
+
+    #[test]
+    fn pages_say_what_the_catalogue_says_and_none_is_left_over() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/errors");
+        for page in std::fs::read_dir(folder).unwrap() {
+            let path = page.unwrap().path();
+            let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+            if name == "README" {
+                continue;
+            }
+            let code = Code::from_name(&name).unwrap_or_else(|| panic!("{name} is no code"));
+            let expected = format!(
+                "# {name}\n\n{}. gRPC `{}`, HTTP {}.\n\n**Why.** ",
+                code.title(),
+                grpc_name(code.grpc()),
+                code.http_status()
+            );
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.starts_with(&expected), "{name}: the page must begin with\n{expected}");
+            assert!(text.contains("\n\n**What to do.** "), "{name}");
+        }
+    }
+
+    #[test]
+    fn http_follows_grpc() {
+        for code in Code::ALL {
+            let expected: &[u16] = match code.grpc() {
+                tonic::Code::InvalidArgument | tonic::Code::FailedPrecondition => &[400],
+                tonic::Code::Unauthenticated => &[401],
+                tonic::Code::PermissionDenied => &[403],
+                tonic::Code::NotFound => &[404],
+                tonic::Code::AlreadyExists | tonic::Code::Aborted => &[409],
+                tonic::Code::ResourceExhausted => &[413, 429],
+                tonic::Code::Cancelled => &[499],
+                tonic::Code::Internal => &[500],
+                tonic::Code::Unimplemented => &[501],
+                tonic::Code::Unavailable => &[503],
+                tonic::Code::DeadlineExceeded => &[504],
+                other => panic!("{other:?} has no HTTP status"),
+            };
+            assert!(expected.contains(&code.http_status()), "{}", code.name());
+        }
     }
 
     #[test]

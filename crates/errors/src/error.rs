@@ -1,6 +1,6 @@
 //! The error value that every part of Kvist returns.
 
-use std::{fmt, time::Duration};
+use std::{collections::BTreeMap, error::Error, fmt, sync::Arc, time::Duration};
 
 use crate::Code;
 
@@ -14,7 +14,9 @@ pub struct FieldViolation {
 }
 
 /// An error of the catalogue. Its message is public: no prompt content, no address, no path.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+///
+/// Two errors are equal when a caller cannot tell them apart; the cause is for logs and never leaves the process.
+#[derive(Clone, Debug, thiserror::Error)]
 pub struct KvistError {
     /// Which.
     pub code: Code,
@@ -26,7 +28,25 @@ pub struct KvistError {
     pub retry_after: Option<Duration>,
     /// True when nothing was started, so that another target may be tried.
     pub not_started: bool,
+    /// Facts for programs, such as a limit and what was asked for; public like the message.
+    pub metadata: BTreeMap<String, String>,
+    /// What led to it, for logs.
+    #[source]
+    pub cause: Option<Arc<dyn Error + Send + Sync>>,
 }
+
+impl PartialEq for KvistError {
+    fn eq(&self, other: &Self) -> bool {
+        self.code == other.code
+            && self.message == other.message
+            && self.fields == other.fields
+            && self.retry_after == other.retry_after
+            && self.not_started == other.not_started
+            && self.metadata == other.metadata
+    }
+}
+
+impl Eq for KvistError {}
 
 impl fmt::Display for KvistError {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -38,7 +58,15 @@ impl KvistError {
     /// An error with a message.
     #[must_use]
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), fields: Vec::new(), retry_after: None, not_started: false }
+        Self {
+            code,
+            message: message.into(),
+            fields: Vec::new(),
+            retry_after: None,
+            not_started: false,
+            metadata: BTreeMap::new(),
+            cause: None,
+        }
     }
 
     /// An error about one field; the message names it too.
@@ -61,6 +89,20 @@ impl KvistError {
     #[must_use]
     pub fn before_start(mut self) -> Self {
         self.not_started = true;
+        self
+    }
+
+    /// The same with a fact for programs.
+    #[must_use]
+    pub fn with_metadata(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
+        self.metadata.insert(key.into(), value.into());
+        self
+    }
+
+    /// The same with what led to it.
+    #[must_use]
+    pub fn with_cause(mut self, cause: impl Error + Send + Sync + 'static) -> Self {
+        self.cause = Some(Arc::new(cause));
         self
     }
 }

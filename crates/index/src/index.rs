@@ -1,26 +1,27 @@
 //! The merged view.
 
-use hashbrown::{HashMap, HashSet, hash_map::Entry};
+use std::collections::{BTreeMap, HashMap};
+
 use kvist_blocks::{Batch, BlockHash, Event, Incarnation, SourceKey, Tier, TierDigest, WorkerUid};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::{
-    holders::Holders,
-    source::{Overlap, Source, SourceState, SourceStatus},
+    holdings::{Added, Holdings, Removed, SHARDS},
+    sets::{EMPTY, Holder, tier_bit},
+    source::{Overlap, Slot, SlotUse, Source, SourceStatus, TierSum},
 };
 
-/// Bytes of one map entry with its share of control bytes and free places at the map's load factor of 7/8.
-const ENTRY_BYTES: u64 = 28;
-/// Bytes of each further holder of a block, with the share of the vector's spare places.
-const FURTHER_HOLDER_BYTES: u64 = 8;
+/// Blocks of a snapshot that are taken in under one hold of the lock, so that look-ups go on between.
+const SNAPSHOT_BLOCKS_AT_ONCE: usize = 2048;
 
-/// Blocks by tier.
+/// Blocks by tier; tiers without blocks are left out.
 pub type TierBlocks = Vec<(Tier, Vec<BlockHash>)>;
 
 /// How an index is kept.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexSettings {
-    /// Most bytes for blocks and holders; what does not fit is given up and makes its source TRUNCATED.
+    /// Most bytes for blocks and holders, the copies made while tables grow included; what does not fit is given up and
+    /// makes its source TRUNCATED. What each source costs beside its blocks, about 1 KiB, is not counted.
     pub byte_budget: u64,
 }
 
@@ -66,37 +67,64 @@ pub struct Memory {
     pub blocks: u64,
     /// Pairs of a block and a holder, those of closed sources that are not yet swept included.
     pub holders: u64,
-    /// Bytes in use, computed from the two.
+    /// Bytes allocated for them.
     pub bytes: u64,
     /// Most bytes.
     pub byte_budget: u64,
 }
 
-#[derive(Debug, Default)]
+/// Names a snapshot that is being taken in; never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SnapshotId(u64);
+
+#[derive(Debug)]
+struct Filling {
+    key: SourceKey,
+    incarnation: Incarnation,
+    next_sequence: u64,
+    complete: bool,
+    slot: u32,
+}
+
+#[derive(Debug)]
 struct Inner {
-    blocks: HashMap<BlockHash, Holders>,
-    holders: u64,
-    sources: HashMap<SourceKey, Source>,
-    by_slot: HashMap<u32, SourceKey>,
-    next_slot: u32,
+    holdings: Holdings,
+    sources: BTreeMap<SourceKey, Source>,
+    slots: Vec<Slot>,
+    free_slots: Vec<u32>,
+    dead_slots: Vec<u32>,
+    /// Grows when all dead slots were swept under one hold of the lock, so that a sweep in steps notices.
+    whole_sweeps: u64,
+    fillings: HashMap<SnapshotId, Filling>,
+    next_snapshot: u64,
     /// Closed incarnations by worker: everything up to and including the value.
     closed: HashMap<WorkerUid, Incarnation>,
-    /// Slots whose blocks are still in the map and belong to nobody.
-    dead_slots: HashSet<u32>,
 }
 
 /// Who holds which block.
 #[derive(Debug)]
 pub struct Index {
-    settings: IndexSettings,
     inner: RwLock<Inner>,
+    /// Held by the one sweep that runs.
+    sweep: Mutex<()>,
 }
 
 impl Index {
     /// An empty index.
     #[must_use]
     pub fn new(settings: IndexSettings) -> Self {
-        Self { settings, inner: RwLock::default() }
+        let inner = Inner {
+            holdings: Holdings::new(settings.byte_budget),
+            sources: BTreeMap::new(),
+            slots: Vec::new(),
+            free_slots: Vec::new(),
+            dead_slots: Vec::new(),
+            whole_sweeps: 0,
+            fillings: HashMap::new(),
+            next_snapshot: 0,
+            closed: HashMap::new(),
+        };
+        Self { inner: RwLock::new(inner), sweep: Mutex::new(()) }
     }
 
     /// Applies a batch if it is the next one of its source. The first batch of an unknown or newer incarnation opens
@@ -130,43 +158,86 @@ impl Index {
         }
         source.next_sequence += 1;
         source.stale = false;
-        let budget = self.settings.byte_budget;
+        let mut slot = source.slot;
+        let mut unknown_removals = 0;
         for event in &batch.events {
             match event {
-                Event::Stored { tier, hashes, .. } => {
-                    hashes
-                        .iter()
-                        .for_each(|hash| store(&mut inner.blocks, &mut inner.holders, source, *hash, *tier, budget));
-                }
+                Event::Stored { tier, parent, hashes } => inner.store_run(slot, *tier, *parent, hashes),
                 Event::Removed { tier, hashes } => {
-                    hashes.iter().for_each(|hash| remove(&mut inner.blocks, &mut inner.holders, source, *hash, *tier));
+                    unknown_removals += hashes.iter().filter(|hash| !inner.remove(slot, *tier, **hash)).count() as u64;
                 }
-                Event::Cleared { tier: None } => {
-                    let slot = inner.next_slot;
-                    inner.next_slot += 1;
-                    inner.dead_slots.insert(source.slot);
-                    inner.by_slot.remove(&source.slot);
-                    inner.by_slot.insert(slot, key.clone());
-                    source.slot = slot;
-                    source.given_up = 0;
-                    for sum in &mut source.sums {
-                        (sum.count, sum.digest) = (0, kvist_blocks::Digest::default());
-                    }
-                }
-                Event::Cleared { tier: Some(tier) } => {
-                    let slot = source.slot;
-                    inner.blocks.retain(|_, holders| {
-                        if holders.remove(slot, *tier) {
-                            inner.holders -= 1;
-                        }
-                        !holders.is_empty()
-                    });
-                    let sum = &mut source.sums[tier.position()];
-                    (sum.count, sum.digest) = (0, kvist_blocks::Digest::default());
-                }
+                Event::Cleared { tier: None } => slot = inner.replace_slot(key),
+                Event::Cleared { tier: Some(tier) } => inner.clear_tier(slot, *tier),
             }
         }
+        if let Some(source) = inner.sources.get_mut(key) {
+            source.unknown_removals += unknown_removals;
+        }
         Applied::Applied
+    }
+
+    /// Begins to take in a snapshot, beside what is known of the source, which stays visible until the snapshot is
+    /// finished. An unfinished snapshot of the same source is abandoned.
+    ///
+    /// None when it is of a closed or older incarnation, or of a position before the source's own.
+    pub fn begin_snapshot(
+        &self,
+        key: &SourceKey,
+        incarnation: Incarnation,
+        next_sequence: u64,
+        complete: bool,
+    ) -> Option<SnapshotId> {
+        let inner = &mut *self.inner.write();
+        if !inner.is_welcome(key, incarnation, next_sequence) {
+            return None;
+        }
+        inner.abandon(|filling| filling.key == *key);
+        let slot = inner.take_slot(SlotUse::Filling);
+        let id = SnapshotId(inner.next_snapshot);
+        inner.next_snapshot += 1;
+        inner.fillings.insert(id, Filling { key: key.clone(), incarnation, next_sequence, complete, slot });
+        Some(id)
+    }
+
+    /// Takes in a part of a snapshot; false when it was abandoned or finished.
+    pub fn snapshot_chunk(&self, id: SnapshotId, tier: Tier, hashes: &[BlockHash]) -> bool {
+        for hashes in hashes.chunks(SNAPSHOT_BLOCKS_AT_ONCE) {
+            let inner = &mut *self.inner.write();
+            let Some(slot) = inner.fillings.get(&id).map(|filling| filling.slot) else { return false };
+            hashes.iter().for_each(|hash| {
+                inner.store(slot, tier, *hash);
+            });
+        }
+        true
+    }
+
+    /// Puts a snapshot in the place of all that was known of its source, at once.
+    ///
+    /// False when it was abandoned, or when the source was closed or has moved past it in the meantime.
+    pub fn finish_snapshot(&self, id: SnapshotId, now_unix_nanos: u64) -> bool {
+        let inner = &mut *self.inner.write();
+        let Some(filling) = inner.fillings.remove(&id) else { return false };
+        let Filling { key, incarnation, next_sequence, complete, slot } = filling;
+        if !inner.is_welcome(&key, incarnation, next_sequence) {
+            inner.bury(slot);
+            return false;
+        }
+        inner.open_with(&key, incarnation, slot);
+        if let Some(source) = inner.sources.get_mut(&key) {
+            source.next_sequence = next_sequence;
+            source.complete = complete;
+            source.snapshots += 1;
+            source.heard_at_unix_nanos = now_unix_nanos;
+        }
+        true
+    }
+
+    /// Drops a snapshot that will not be finished.
+    pub fn abandon_snapshot(&self, id: SnapshotId) {
+        let inner = &mut *self.inner.write();
+        if let Some(filling) = inner.fillings.remove(&id) {
+            inner.bury(filling.slot);
+        }
     }
 
     /// Replaces all that is known of a source by a snapshot, at once.
@@ -181,28 +252,9 @@ impl Index {
         complete: bool,
         now_unix_nanos: u64,
     ) -> bool {
-        let inner = &mut *self.inner.write();
-        if inner.is_closed(key, incarnation) {
-            return false;
-        }
-        if let Some(source) = inner.sources.get(key)
-            && (source.incarnation > incarnation
-                || source.incarnation == incarnation && source.next_sequence > next_sequence)
-        {
-            return false;
-        }
-        inner.open(key, incarnation);
-        let Some(source) = inner.sources.get_mut(key) else { return false };
-        source.next_sequence = next_sequence;
-        source.complete = complete;
-        source.snapshots += 1;
-        source.heard_at_unix_nanos = now_unix_nanos;
-        for (tier, hashes) in blocks {
-            for hash in hashes {
-                store(&mut inner.blocks, &mut inner.holders, source, *hash, *tier, self.settings.byte_budget);
-            }
-        }
-        true
+        let Some(id) = self.begin_snapshot(key, incarnation, next_sequence, complete) else { return false };
+        blocks.iter().all(|(tier, hashes)| self.snapshot_chunk(id, *tier, hashes))
+            && self.finish_snapshot(id, now_unix_nanos)
     }
 
     /// Holds a ledger's digest against the index. A mismatch marks the source as CATCHING_UP.
@@ -219,14 +271,9 @@ impl Index {
         if inner.is_closed(key, incarnation) {
             return DigestVerdict::OldIncarnation;
         }
-        let Some(source) = inner.sources.get_mut(key) else { return DigestVerdict::Unknown };
-        if source.incarnation != incarnation {
-            return if source.incarnation > incarnation {
-                DigestVerdict::OldIncarnation
-            } else {
-                DigestVerdict::Unknown
-            };
-        }
+        let Some(source) = inner.sources.get_mut(key).filter(|source| source.incarnation == incarnation) else {
+            return DigestVerdict::Unknown;
+        };
         source.heard_at_unix_nanos = now_unix_nanos;
         if next_sequence < source.next_sequence {
             return DigestVerdict::Old;
@@ -236,11 +283,12 @@ impl Index {
             return DigestVerdict::Behind;
         }
         source.complete = complete;
+        let applied = &inner.slots[source.slot as usize].applied;
         let equal = Tier::ALL.into_iter().all(|tier| {
-            let own = source.sums[tier.position()];
+            let own = applied[tier.position()];
             let stated = tiers.iter().find(|stated| stated.tier == tier);
-            stated.map_or((0, kvist_blocks::Digest::default()), |stated| (stated.block_count, stated.digest))
-                == (own.count, own.digest)
+            let stated = stated.map_or_else(Default::default, |stated| (stated.block_count, stated.digest));
+            stated == (own.count, own.digest)
         });
         source.stale = false;
         source.catching_up = !equal;
@@ -290,59 +338,54 @@ impl Index {
         let inner = &mut *self.inner.write();
         let closed = inner.closed.entry(worker.clone()).or_insert(up_to);
         *closed = (*closed).max(up_to);
-        inner.drop_sources(|key, source| key.worker == *worker && source.incarnation <= up_to);
+        inner.drop_sources(|key, incarnation| key.worker == *worker && incarnation <= up_to);
     }
 
     /// Forgets a worker that was withdrawn, whatever its incarnation.
     pub fn remove_worker(&self, worker: &WorkerUid) {
-        let inner = &mut *self.inner.write();
-        inner.drop_sources(|key, _| key.worker == *worker);
+        self.inner.write().drop_sources(|key, _| key.worker == *worker);
     }
 
-    /// For every source, how much of the beginning of a prompt it holds.
+    /// For every source, how much of the beginning of a prompt it holds; by worker and rank.
+    ///
+    /// One probe for each block, up to the first that no source has in an unbroken run. Holders are compared only where
+    /// the set of them differs from the block before.
     #[must_use]
     pub fn lookup(&self, prompt: &[BlockHash]) -> Vec<Overlap> {
         let inner = self.inner.read();
-        let mut overlaps: Vec<Overlap> = inner
-            .sources
-            .iter()
-            .map(|(key, source)| Overlap {
+        let mut overlaps = Vec::with_capacity(inner.sources.len());
+        let mut position_of = vec![None; inner.slots.len()];
+        for (key, source) in &inner.sources {
+            position_of[source.slot as usize] = Some(overlaps.len());
+            overlaps.push(Overlap {
                 source: key.clone(),
                 incarnation: source.incarnation,
-                state: source.state(),
+                state: source.state(&inner.slots[source.slot as usize]),
                 applied_sequence: source.next_sequence.checked_sub(1),
                 tier_blocks: [0; 4],
                 matched_blocks: 0,
-            })
-            .collect();
-        // Slots are few and dense enough for a small map built once a look-up.
-        let position_of: HashMap<u32, usize> =
-            inner.sources.values().enumerate().map(|(position, source)| (source.slot, position)).collect();
-        for (depth, hash) in (0u32..).zip(prompt) {
-            let Some(holders) = inner.blocks.get(hash) else { break };
-            let mut any = false;
-            for holder in holders.as_slice() {
-                let Some(overlap) = position_of.get(&holder.slot()).and_then(|position| overlaps.get_mut(*position))
-                else {
-                    continue;
-                };
-                // A hole ends the match, whatever lies behind it.
-                if overlap.matched_blocks != depth {
-                    continue;
+            });
+        }
+        let mut runs: Vec<Run> = Vec::new();
+        let (mut depth, mut set) = (0u32, EMPTY);
+        for hash in prompt {
+            let next = inner.holdings.set_of(*hash);
+            if next != set {
+                let holders = inner.holdings.holders_in(next);
+                if depth == 0 {
+                    runs.extend(holders.iter().filter_map(|holder| Run::begin(*holder, &position_of)));
+                } else {
+                    let mut rest = holders;
+                    runs.retain_mut(|run| run.go_on(&mut rest, depth, &mut overlaps));
                 }
-                overlap.matched_blocks = depth + 1;
-                any = true;
-                for tier in Tier::ALL {
-                    let blocks = &mut overlap.tier_blocks[tier.position()];
-                    if holder.has(tier) && *blocks == depth {
-                        *blocks = depth + 1;
-                    }
-                }
+                set = next;
             }
-            if !any {
+            if next == EMPTY || runs.is_empty() {
                 break;
             }
+            depth += 1;
         }
+        runs.iter().for_each(|run| run.end(run.tiers, true, depth, &mut overlaps));
         overlaps
     }
 
@@ -350,15 +393,14 @@ impl Index {
     #[must_use]
     pub fn sources(&self) -> Vec<SourceStatus> {
         let inner = self.inner.read();
-        let mut sources: Vec<SourceStatus> = inner.sources.iter().map(|(key, source)| source.status(key)).collect();
-        sources.sort_by(|left, right| left.source.cmp(&right.source));
-        sources
+        inner.sources.iter().map(|(key, source)| inner.status(key, source)).collect()
     }
 
     /// One source.
     #[must_use]
     pub fn source(&self, key: &SourceKey) -> Option<SourceStatus> {
-        self.inner.read().sources.get(key).map(|source| source.status(key))
+        let inner = self.inner.read();
+        inner.sources.get(key).map(|source| inner.status(key, source))
     }
 
     /// All blocks of a source, by tier, and the position at which that is true; walks the whole map.
@@ -367,49 +409,81 @@ impl Index {
         let inner = self.inner.read();
         let source = inner.sources.get(key)?;
         let mut tiers: [Vec<BlockHash>; 4] = Default::default();
-        for (hash, holders) in &inner.blocks {
-            for holder in holders.as_slice().iter().filter(|holder| holder.slot() == source.slot) {
-                for tier in Tier::ALL.into_iter().filter(|tier| holder.has(*tier)) {
-                    tiers[tier.position()].push(*hash);
-                }
+        for (hash, held) in (0..SHARDS).flat_map(|shard| inner.held_in_shard(shard, source.slot)) {
+            for tier in Tier::ALL.into_iter().filter(|tier| held & tier_bit(*tier) != 0) {
+                tiers[tier.position()].push(hash);
             }
         }
         let blocks = Tier::ALL.into_iter().zip(tiers).filter(|(_, hashes)| !hashes.is_empty()).collect();
-        Some((source.status(key), blocks))
+        Some((inner.status(key, source), blocks))
+    }
+
+    /// Recomputes a source's digest from the blocks themselves, shard by shard with the lock released between, and says
+    /// whether it is what the account states. None when the source is unknown or changed in the meantime.
+    #[must_use]
+    pub fn scrub(&self, key: &SourceKey) -> Option<bool> {
+        let begun = {
+            let inner = self.inner.read();
+            let slot = inner.sources.get(key)?.slot;
+            (slot, inner.slots[slot as usize].changes)
+        };
+        let mut kept: [TierSum; 4] = Default::default();
+        for shard in 0..SHARDS {
+            let inner = self.inner.read();
+            let slot = inner.sources.get(key)?.slot;
+            if (slot, inner.slots[slot as usize].changes) != begun {
+                return None;
+            }
+            for (hash, held) in inner.held_in_shard(shard, slot) {
+                for tier in Tier::ALL.into_iter().filter(|tier| held & tier_bit(*tier) != 0) {
+                    kept[tier.position()].add(hash);
+                }
+            }
+        }
+        let inner = self.inner.read();
+        let slot = inner.sources.get(key)?.slot;
+        let account = &inner.slots[slot as usize];
+        if (slot, account.changes) != begun {
+            return None;
+        }
+        let mut sums = account.applied.iter().zip(&account.given_up).zip(&kept);
+        Some(sums.all(|((applied, given_up), kept)| kept.plus(given_up) == (applied.count, applied.digest)))
     }
 
     /// Bytes in use and the budget.
     #[must_use]
     pub fn memory(&self) -> Memory {
         let inner = self.inner.read();
-        let blocks = inner.blocks.len() as u64;
         Memory {
-            blocks,
-            holders: inner.holders,
-            bytes: bytes_of(blocks, inner.holders),
-            byte_budget: self.settings.byte_budget,
+            blocks: inner.holdings.blocks(),
+            holders: inner.holdings.holders(),
+            bytes: inner.holdings.bytes(),
+            byte_budget: inner.holdings.byte_budget(),
         }
     }
 
-    /// Sweeps the blocks of closed sources out of the map. They are invisible before that; this frees the memory.
+    /// Sweeps out the blocks of closed sources and replaced snapshots, in short steps between which others use the
+    /// index. They are invisible before that; this frees the memory.
     pub fn collect_garbage(&self) {
-        let inner = &mut *self.inner.write();
-        if inner.dead_slots.is_empty() {
+        let _only = self.sweep.lock();
+        let (dead, begun) = {
+            let inner = self.inner.read();
+            (inner.dead_slots.clone(), inner.whole_sweeps)
+        };
+        if dead.is_empty() {
             return;
         }
-        let by_slot = &inner.by_slot;
-        let mut left = 0;
-        inner.blocks.retain(|_, holders| {
-            let empty = holders.retain(|slot| by_slot.contains_key(&slot));
-            if !empty {
-                left += holders.as_slice().len() as u64;
+        for shard in 0..SHARDS {
+            let inner = &mut *self.inner.write();
+            if inner.whole_sweeps != begun {
+                // All of it is done, and a slot of the list may live again.
+                return;
             }
-            !empty
-        });
-        inner.holders = left;
-        inner.dead_slots.clear();
-        if inner.blocks.capacity() > 4 * inner.blocks.len() {
-            inner.blocks.shrink_to_fit();
+            inner.sweep_shard(shard);
+        }
+        let inner = &mut *self.inner.write();
+        if inner.whole_sweeps == begun {
+            inner.free(&dead);
         }
     }
 
@@ -426,100 +500,243 @@ impl Inner {
             || self.sources.get(key).is_some_and(|source| incarnation < source.incarnation)
     }
 
-    /// Starts an empty account of a source under a new slot; counters live on.
+    /// Whether a snapshot of this position tells nothing older than what is known.
+    fn is_welcome(&self, key: &SourceKey, incarnation: Incarnation, next_sequence: u64) -> bool {
+        let is_behind = |source: &Source| source.incarnation == incarnation && source.next_sequence > next_sequence;
+        !self.is_closed(key, incarnation) && !self.sources.get(key).is_some_and(is_behind)
+    }
+
+    fn status(&self, key: &SourceKey, source: &Source) -> SourceStatus {
+        source.status(key, &self.slots[source.slot as usize])
+    }
+
+    fn take_slot(&mut self, used_for: SlotUse) -> u32 {
+        match self.free_slots.pop() {
+            Some(slot) => {
+                let changes = self.slots[slot as usize].changes;
+                self.slots[slot as usize] = Slot { changes: changes + 1, ..Slot::new(used_for) };
+                slot
+            }
+            None => {
+                self.slots.push(Slot::new(used_for));
+                (self.slots.len() - 1) as u32
+            }
+        }
+    }
+
+    /// What a slot holds belongs to nobody from here on.
+    fn bury(&mut self, slot: u32) {
+        self.slots[slot as usize].used_for = SlotUse::Dead;
+        self.dead_slots.push(slot);
+    }
+
+    /// Starts an empty account of a source.
     fn open(&mut self, key: &SourceKey, incarnation: Incarnation) {
-        let slot = self.next_slot;
-        self.next_slot += 1;
+        let slot = self.take_slot(SlotUse::Filling);
+        self.open_with(key, incarnation, slot);
+    }
+
+    /// Starts the account of a source with what a slot holds; counters live on.
+    fn open_with(&mut self, key: &SourceKey, incarnation: Incarnation, slot: u32) {
         let mut source = Source::new(slot, incarnation);
         if let Some(old) = self.sources.remove(key) {
-            self.by_slot.remove(&old.slot);
-            self.dead_slots.insert(old.slot);
+            self.bury(old.slot);
             (source.gaps, source.snapshots, source.mismatches) = (old.gaps, old.snapshots, old.mismatches);
+            source.unknown_removals = old.unknown_removals;
             source.heard_at_unix_nanos = old.heard_at_unix_nanos;
         }
-        self.by_slot.insert(slot, key.clone());
+        self.slots[slot as usize].used_for = SlotUse::Live(key.clone());
         self.sources.insert(key.clone(), source);
     }
 
-    fn drop_sources(&mut self, which: impl Fn(&SourceKey, &Source) -> bool) {
-        let (by_slot, dead_slots) = (&mut self.by_slot, &mut self.dead_slots);
+    /// Gives a source a new, empty slot.
+    fn replace_slot(&mut self, key: &SourceKey) -> u32 {
+        let slot = self.take_slot(SlotUse::Live(key.clone()));
+        if let Some(source) = self.sources.get_mut(key) {
+            let old = std::mem::replace(&mut source.slot, slot);
+            let used = self.slots[old as usize].applied.map(|sum| sum.used);
+            for (sum, used) in self.slots[slot as usize].applied.iter_mut().zip(used) {
+                sum.used = used;
+            }
+            self.bury(old);
+        }
+        slot
+    }
+
+    fn drop_sources(&mut self, which: impl Fn(&SourceKey, Incarnation) -> bool) {
+        let mut slots = Vec::new();
         self.sources.retain(|key, source| {
-            let goes = which(key, source);
+            let goes = which(key, source.incarnation);
             if goes {
-                by_slot.remove(&source.slot);
-                dead_slots.insert(source.slot);
+                slots.push(source.slot);
             }
             !goes
         });
+        slots.into_iter().for_each(|slot| self.bury(slot));
+        self.abandon(|filling| which(&filling.key, filling.incarnation));
     }
-}
 
-fn bytes_of(blocks: u64, holders: u64) -> u64 {
-    blocks * ENTRY_BYTES + holders.saturating_sub(blocks) * FURTHER_HOLDER_BYTES
-}
+    fn abandon(&mut self, which: impl Fn(&Filling) -> bool) {
+        let slots: Vec<u32> = self.fillings.extract_if(|_, filling| which(filling)).map(|(_, one)| one.slot).collect();
+        slots.into_iter().for_each(|slot| self.bury(slot));
+    }
 
-fn store(
-    blocks: &mut HashMap<BlockHash, Holders>,
-    holder_count: &mut u64,
-    source: &mut Source,
-    hash: BlockHash,
-    tier: Tier,
-    byte_budget: u64,
-) {
-    let fits = bytes_of(blocks.len() as u64 + 1, *holder_count + 1) <= byte_budget;
-    match blocks.entry(hash) {
-        Entry::Occupied(mut entry) => {
-            if !fits {
-                source.given_up += 1;
-            } else if entry.get_mut().add(source.slot, tier) {
-                *holder_count += 1;
+    fn store_run(&mut self, slot: u32, tier: Tier, parent: Option<BlockHash>, hashes: &[BlockHash]) {
+        // A block behind one that was given up can not be reached; its place is better used for another.
+        let is_truncated = self.slots[slot as usize].given_up_blocks() > 0;
+        let mut is_reached = !is_truncated || parent.is_none_or(|parent| self.holdings.holds(parent, slot));
+        for hash in hashes {
+            if is_reached {
+                is_reached = self.store(slot, tier, *hash);
+            } else if !self.holdings.holds(*hash, slot) {
+                self.give_up(slot, tier, *hash);
             } else {
-                return;
-            }
-        }
-        Entry::Vacant(entry) => {
-            if fits {
-                entry.insert(Holders::new(source.slot, tier));
-                *holder_count += 1;
-            } else {
-                source.given_up += 1;
+                is_reached = self.store(slot, tier, *hash);
             }
         }
     }
-    source.sums[tier.position()].add(hash);
-}
 
-fn remove(
-    blocks: &mut HashMap<BlockHash, Holders>,
-    holder_count: &mut u64,
-    source: &mut Source,
-    hash: BlockHash,
-    tier: Tier,
-) {
-    let mut was_held = false;
-    if let Entry::Occupied(mut entry) = blocks.entry(hash) {
-        was_held = entry.get_mut().remove(source.slot, tier);
-        if was_held {
-            *holder_count = holder_count.saturating_sub(1);
+    /// Takes a block in, or gives it up; false for the latter.
+    fn store(&mut self, slot: u32, tier: Tier, hash: BlockHash) -> bool {
+        let mut added = self.holdings.add(hash, slot, tier);
+        if added == Added::NoRoom && !self.dead_slots.is_empty() {
+            // Nobody gives up a block while the dead take room.
+            self.sweep_all();
+            added = self.holdings.add(hash, slot, tier);
         }
-        if entry.get().is_empty() {
-            entry.remove();
+        match added {
+            Added::Present => {}
+            Added::NoRoom => {
+                self.give_up(slot, tier, hash);
+                return false;
+            }
+            Added::New => {
+                let account = &mut self.slots[slot as usize];
+                account.applied[tier.position()].add(hash);
+                account.changes += 1;
+            }
+        }
+        true
+    }
+
+    fn give_up(&mut self, slot: u32, tier: Tier, hash: BlockHash) {
+        let account = &mut self.slots[slot as usize];
+        account.applied[tier.position()].add(hash);
+        account.given_up[tier.position()].add(hash);
+        account.changes += 1;
+    }
+
+    /// Takes a block out; false when it was neither held nor, as far as can be known, given up.
+    fn remove(&mut self, slot: u32, tier: Tier, hash: BlockHash) -> bool {
+        match self.holdings.remove(hash, slot, tier) {
+            Removed::Gone => {}
+            Removed::GivenUp(others) => {
+                others.into_iter().for_each(|holder| note_given_up(&mut self.slots, hash, holder))
+            }
+            Removed::Absent => {
+                let given_up = &mut self.slots[slot as usize].given_up[tier.position()];
+                if given_up.count == 0 {
+                    return false;
+                }
+                given_up.remove(hash);
+            }
+        }
+        let account = &mut self.slots[slot as usize];
+        account.applied[tier.position()].remove(hash);
+        account.changes += 1;
+        true
+    }
+
+    fn clear_tier(&mut self, slot: u32, tier: Tier) {
+        let hashes: Vec<BlockHash> = (0..SHARDS)
+            .flat_map(|shard| self.held_in_shard(shard, slot))
+            .filter(|(_, held)| held & tier_bit(tier) != 0)
+            .map(|(hash, _)| hash)
+            .collect();
+        for hash in hashes {
+            self.remove(slot, tier, hash);
+        }
+        let account = &mut self.slots[slot as usize];
+        account.applied[tier.position()].clear();
+        account.given_up[tier.position()].clear();
+        account.changes += 1;
+    }
+
+    /// Blocks of a shard that carry a slot, with a bit for each tier.
+    fn held_in_shard(&self, shard: usize, slot: u32) -> impl Iterator<Item = (BlockHash, u8)> {
+        self.holdings.in_shard(shard).filter_map(move |(hash, holders)| {
+            let position = holders.binary_search_by_key(&slot, |holder| holder.slot()).ok()?;
+            Some((hash, holders[position].tiers()))
+        })
+    }
+
+    fn sweep_shard(&mut self, shard: usize) {
+        let is_dead: Vec<bool> = self.slots.iter().map(|slot| slot.used_for == SlotUse::Dead).collect();
+        let slots = &mut self.slots;
+        let goes = |slot: u32| is_dead[slot as usize];
+        self.holdings.sweep(shard, goes, |hash, holder| note_given_up(slots, hash, holder));
+    }
+
+    fn sweep_all(&mut self) {
+        (0..SHARDS).for_each(|shard| self.sweep_shard(shard));
+        self.whole_sweeps += 1;
+        let dead = std::mem::take(&mut self.dead_slots);
+        self.free(&dead);
+    }
+
+    /// Makes swept slots usable again.
+    fn free(&mut self, slots: &[u32]) {
+        self.dead_slots.retain(|slot| !slots.contains(slot));
+        for slot in slots {
+            self.slots[*slot as usize].used_for = SlotUse::Free;
+            self.free_slots.push(*slot);
         }
     }
-    if !was_held {
-        if source.given_up == 0 {
-            return;
-        }
-        source.given_up -= 1;
-    }
-    source.sums[tier.position()].remove(hash);
 }
 
-/// States from which a claim may be used for steering.
-impl SourceState {
-    /// Whether the index speaks for the present of the source.
-    #[must_use]
-    pub fn is_exact(self) -> bool {
-        self == Self::Exact
+/// Enters a kept block as given up.
+fn note_given_up(slots: &mut [Slot], hash: BlockHash, holder: Holder) {
+    let account = &mut slots[holder.slot() as usize];
+    for tier in Tier::ALL.into_iter().filter(|tier| holder.tiers() & tier_bit(*tier) != 0) {
+        account.given_up[tier.position()].add(hash);
+    }
+    account.changes += 1;
+}
+
+/// A source that holds every block so far.
+struct Run {
+    slot: u32,
+    /// Position of its overlap.
+    position: usize,
+    /// Tiers that hold every block so far.
+    tiers: u8,
+}
+
+impl Run {
+    fn begin(holder: Holder, position_of: &[Option<usize>]) -> Option<Self> {
+        let position = position_of.get(holder.slot() as usize).copied().flatten()?;
+        Some(Self { slot: holder.slot(), position, tiers: holder.tiers() })
+    }
+
+    /// Whether the run goes on with a block that `rest`, whose beginning belongs to lower slots, holds.
+    fn go_on(&mut self, rest: &mut &[Holder], depth: u32, overlaps: &mut [Overlap]) -> bool {
+        let skip = rest.iter().take_while(|holder| holder.slot() < self.slot).count();
+        *rest = &rest[skip..];
+        let tiers = rest.first().filter(|holder| holder.slot() == self.slot).map_or(0, |holder| holder.tiers());
+        let lost = self.tiers & !tiers;
+        self.end(lost, tiers == 0, depth, overlaps);
+        self.tiers &= tiers;
+        tiers != 0
+    }
+
+    /// Writes down how far some tiers, and with `is_over` the run itself, have come.
+    fn end(&self, tiers: u8, is_over: bool, depth: u32, overlaps: &mut [Overlap]) {
+        let Some(overlap) = overlaps.get_mut(self.position) else { return };
+        for tier in Tier::ALL.into_iter().filter(|tier| tiers & tier_bit(*tier) != 0) {
+            overlap.tier_blocks[tier.position()] = depth;
+        }
+        if is_over {
+            overlap.matched_blocks = depth;
+        }
     }
 }

@@ -47,6 +47,8 @@ pub struct SourceStatus {
     pub next_sequence: u64,
     /// What was applied, by tier.
     pub tiers: Vec<TierDigest>,
+    /// Of these, how many blocks the byte budget did not let the index keep, over all tiers.
+    pub given_up_blocks: u64,
     /// When the last statement arrived, nanoseconds since the Unix epoch.
     pub heard_at_unix_nanos: u64,
     /// Gaps seen.
@@ -55,6 +57,17 @@ pub struct SourceStatus {
     pub snapshots: u64,
     /// Digests that did not match.
     pub mismatches: u64,
+    /// Removals of blocks that were not held.
+    pub unknown_removals: u64,
+}
+
+/// States from which a claim may be used for steering.
+impl SourceState {
+    /// Whether the index speaks for the present of the source.
+    #[must_use]
+    pub fn is_exact(self) -> bool {
+        self == Self::Exact
+    }
 }
 
 /// Numbers of one tier of one source.
@@ -76,25 +89,66 @@ impl TierSum {
         self.count = self.count.saturating_sub(1);
         self.digest.remove(hash);
     }
+
+    pub(crate) fn clear(&mut self) {
+        (self.count, self.digest) = (0, Digest::default());
+    }
+
+    pub(crate) fn plus(&self, other: &Self) -> (u64, Digest) {
+        (self.count + other.count, Digest(self.digest.0.wrapping_add(other.digest.0)))
+    }
 }
 
-/// A source's account. Its blocks carry `slot`; a new incarnation or snapshot takes a new slot, so that everything the
-/// old one held is gone at once and swept later.
+/// What a slot is good for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum SlotUse {
+    /// Nothing; no block carries it.
+    Free,
+    /// The blocks that carry it are what the source holds.
+    Live(SourceKey),
+    /// A snapshot is being taken in under it; nobody sees it yet.
+    Filling,
+    /// Its blocks belong to nobody and are swept in time.
+    Dead,
+}
+
+/// The account of the blocks that carry one slot.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub(crate) used_for: SlotUse,
+    /// All that was applied, kept or given up.
+    pub(crate) applied: [TierSum; 4],
+    /// What was applied and the budget does not let the index keep.
+    pub(crate) given_up: [TierSum; 4],
+    /// Grows with each change; a scrub that sees it move starts again.
+    pub(crate) changes: u64,
+}
+
+impl Slot {
+    pub(crate) fn new(used_for: SlotUse) -> Self {
+        Self { used_for, applied: Default::default(), given_up: Default::default(), changes: 0 }
+    }
+
+    pub(crate) fn given_up_blocks(&self) -> u64 {
+        self.given_up.iter().map(|sum| sum.count).sum()
+    }
+}
+
+/// What is known of a source beside its blocks. Those carry `slot`; a new incarnation, a snapshot or an emptied cache
+/// takes a new slot, so that everything the old one held is gone at once and swept later.
 #[derive(Debug)]
 pub(crate) struct Source {
     pub(crate) slot: u32,
     pub(crate) incarnation: Incarnation,
     pub(crate) next_sequence: u64,
-    pub(crate) sums: [TierSum; 4],
     pub(crate) catching_up: bool,
     pub(crate) stale: bool,
     pub(crate) complete: bool,
-    /// Blocks that were applied and that the budget did not let in.
-    pub(crate) given_up: u64,
     pub(crate) heard_at_unix_nanos: u64,
     pub(crate) gaps: u64,
     pub(crate) snapshots: u64,
     pub(crate) mismatches: u64,
+    pub(crate) unknown_removals: u64,
 }
 
 impl Source {
@@ -103,52 +157,50 @@ impl Source {
             slot,
             incarnation,
             next_sequence: 0,
-            sums: [TierSum::default(); 4],
             catching_up: false,
             stale: false,
             complete: true,
-            given_up: 0,
             heard_at_unix_nanos: 0,
             gaps: 0,
             snapshots: 0,
             mismatches: 0,
+            unknown_removals: 0,
         }
     }
 
-    pub(crate) fn state(&self) -> SourceState {
+    pub(crate) fn state(&self, slot: &Slot) -> SourceState {
         if self.stale {
             SourceState::Stale
         } else if self.catching_up {
             SourceState::CatchingUp
         } else if !self.complete {
             SourceState::Partial
-        } else if self.given_up > 0 {
+        } else if slot.given_up_blocks() > 0 {
             SourceState::Truncated
         } else {
             SourceState::Exact
         }
     }
 
-    pub(crate) fn tiers(&self) -> Vec<TierDigest> {
-        Tier::ALL
+    pub(crate) fn status(&self, key: &SourceKey, slot: &Slot) -> SourceStatus {
+        let tiers = Tier::ALL
             .into_iter()
-            .zip(&self.sums)
+            .zip(&slot.applied)
             .filter(|(_, sum)| sum.used)
             .map(|(tier, sum)| TierDigest { tier, block_count: sum.count, digest: sum.digest })
-            .collect()
-    }
-
-    pub(crate) fn status(&self, key: &SourceKey) -> SourceStatus {
+            .collect();
         SourceStatus {
             source: key.clone(),
             incarnation: self.incarnation,
-            state: self.state(),
+            state: self.state(slot),
             next_sequence: self.next_sequence,
-            tiers: self.tiers(),
+            tiers,
+            given_up_blocks: slot.given_up_blocks(),
             heard_at_unix_nanos: self.heard_at_unix_nanos,
             gaps: self.gaps,
             snapshots: self.snapshots,
             mismatches: self.mismatches,
+            unknown_removals: self.unknown_removals,
         }
     }
 }

@@ -202,3 +202,246 @@ fn the_dead_are_invisible_at_once_and_swept_later() {
     index.collect_garbage();
     assert_eq!((1, 1), (index.memory().blocks, index.memory().holders));
 }
+
+/// What one worker truly holds, and how far its history has come.
+#[derive(Clone, Debug)]
+struct Truth {
+    incarnation: u64,
+    next_sequence: u64,
+    held: BTreeSet<(Tier, u64)>,
+}
+
+impl Truth {
+    fn digests(&self) -> Vec<TierDigest> {
+        let digest_of = |tier: Tier| {
+            let (mut digest, mut block_count) = (Digest::default(), 0);
+            for (_, block) in self.held.iter().filter(|(of, _)| *of == tier) {
+                digest.add(BlockHash(*block));
+                block_count += 1;
+            }
+            TierDigest { tier, block_count, digest }
+        };
+        Tier::ALL.into_iter().map(digest_of).collect()
+    }
+
+    fn snapshot(&self) -> Vec<(Tier, Vec<BlockHash>)> {
+        let of = |tier: Tier| self.held.iter().filter(move |(of, _)| *of == tier).map(|(_, block)| BlockHash(*block));
+        [Tier::Device, Tier::Host].into_iter().map(|tier| (tier, of(tier).collect())).collect()
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Happening {
+    Store { first: u64, blocks: u64, tier: Tier },
+    Remove { choice: usize, blocks: usize },
+    Clear(Option<Tier>),
+    Snapshot,
+    Restart,
+    Sweep,
+}
+
+fn happenings() -> impl Strategy<Value = Vec<(usize, Happening)>> {
+    let tier = || prop_oneof![2 => Just(Tier::Device), 1 => Just(Tier::Host)];
+    let happening = prop_oneof![
+        12 => (0u64..30, 1u64..12, tier()).prop_map(|(first, blocks, tier)| Happening::Store { first, blocks, tier }),
+        8 => (any::<usize>(), 1usize..8).prop_map(|(choice, blocks)| Happening::Remove { choice, blocks }),
+        1 => prop::option::of(tier()).prop_map(Happening::Clear),
+        2 => Just(Happening::Snapshot),
+        1 => Just(Happening::Restart),
+        1 => Just(Happening::Sweep),
+    ];
+    prop::collection::vec((0usize..5, happening), 0..80)
+}
+
+proptest! {
+    #[test]
+    fn within_any_budget_claims_are_true_and_digests_prove_the_whole(
+        happenings in happenings(), byte_budget in prop_oneof![Just(0u64), 200..1500u64, 1500..6000u64, Just(1 << 20)],
+    ) {
+        let index = Index::new(IndexSettings { byte_budget });
+        let mut truths = vec![Truth { incarnation: 1, next_sequence: 0, held: BTreeSet::new() }; 5];
+        for (worker, happening) in happenings {
+            let truth = &mut truths[worker];
+            let mut events = Vec::new();
+            match happening {
+                Happening::Store { first, blocks, tier } => {
+                    let new = (first..first + blocks).filter(|block| truth.held.insert((tier, *block)));
+                    let hashes: Vec<BlockHash> = new.map(BlockHash).collect();
+                    let parent = first.checked_sub(1).map(BlockHash);
+                    events.push(Event::Stored { tier, parent, hashes });
+                }
+                Happening::Remove { choice, blocks } => {
+                    for step in 0..blocks {
+                        let position = choice.wrapping_add(step * 7) % truth.held.len().max(1);
+                        let Some((tier, block)) = truth.held.iter().nth(position).copied() else { break };
+                        truth.held.remove(&(tier, block));
+                        events.push(Event::Removed { tier, hashes: vec![BlockHash(block)] });
+                    }
+                }
+                Happening::Clear(tier) => {
+                    truth.held.retain(|(of, _)| tier.is_some_and(|tier| tier != *of));
+                    events.push(Event::Cleared { tier });
+                }
+                Happening::Snapshot => {
+                    let (incarnation, next) = (Incarnation(truth.incarnation), truth.next_sequence);
+                    prop_assert!(index.apply_snapshot(&key(worker), incarnation, next, &truth.snapshot(), true, 1));
+                }
+                Happening::Restart => {
+                    index.close(&key(worker).worker, Incarnation(truth.incarnation));
+                    *truth = Truth { incarnation: truth.incarnation + 1, next_sequence: 0, held: BTreeSet::new() };
+                }
+                Happening::Sweep => index.collect_garbage(),
+            }
+            if !events.is_empty() {
+                let batch = Batch { sequence: truth.next_sequence, recorded_at_unix_nanos: 0, events };
+                prop_assert_eq!(Applied::Applied, index.apply_batch(&key(worker), Incarnation(truth.incarnation), &batch, 1));
+                truth.next_sequence += 1;
+            }
+            prop_assert!(index.memory().bytes <= byte_budget);
+
+            let prompt: Vec<BlockHash> = (0..45).map(BlockHash).collect();
+            let overlaps = index.lookup(&prompt);
+            prop_assert_eq!(index.sources().len(), overlaps.len());
+            for overlap in overlaps {
+                let worker: usize = overlap.source.worker.as_str()[2..].parse().unwrap();
+                let truth = &truths[worker];
+                let (status, blocks) = index.snapshot_of(&key(worker)).unwrap();
+                let kept: BTreeSet<(Tier, u64)> =
+                    blocks.into_iter().flat_map(|(tier, hashes)| hashes.into_iter().map(move |hash| (tier, hash.0))).collect();
+                prop_assert!(kept.is_subset(&truth.held), "{kept:?} of {truth:?}");
+                prop_assert_eq!(truth.held.len() as u64, kept.len() as u64 + status.given_up_blocks);
+                prop_assert_eq!(0, status.unknown_removals);
+                let expected = if status.given_up_blocks > 0 { SourceState::Truncated } else { SourceState::Exact };
+                prop_assert_eq!(expected, status.state);
+                prop_assert_eq!(Some(true), index.scrub(&key(worker)));
+                let (incarnation, next) = (Incarnation(truth.incarnation), truth.next_sequence);
+                let verdict = index.apply_digest(&key(worker), incarnation, next, &truth.digests(), true, 1);
+                prop_assert_eq!(DigestVerdict::Equal, verdict);
+
+                let run = |holds: &dyn Fn(u64) -> bool| (0..45).take_while(|block| holds(*block)).count() as u32;
+                prop_assert_eq!(run(&|block| Tier::ALL.iter().any(|tier| kept.contains(&(*tier, block)))), overlap.matched_blocks);
+                prop_assert_eq!(Tier::ALL.map(|tier| run(&|block| kept.contains(&(tier, block)))), overlap.tier_blocks);
+            }
+        }
+        index.collect_garbage();
+        let kept = |key: &SourceKey| -> BTreeSet<u64> {
+            index.snapshot_of(key).unwrap().1.into_iter().flat_map(|(_, hashes)| hashes).map(|hash| hash.0).collect()
+        };
+        let held: Vec<BTreeSet<u64>> = index.sources().iter().map(|status| kept(&status.source)).collect();
+        let holders: usize = held.iter().map(BTreeSet::len).sum();
+        let blocks = held.into_iter().flatten().collect::<BTreeSet<u64>>().len();
+        prop_assert_eq!((blocks as u64, holders as u64), (index.memory().blocks, index.memory().holders));
+    }
+}
+
+/// A hash as real ones are: spread over all 64 bits.
+fn real_hash(number: u64) -> u64 {
+    let mixed = (number + 1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (mixed ^ mixed >> 31).wrapping_mul(0x94d0_49bb_1331_11eb)
+}
+
+#[test]
+fn a_block_and_holder_cost_at_most_32_bytes_while_growing_and_under_churn() {
+    const BLOCKS: u64 = 40_000;
+    for holders in [1, 8] {
+        let index = index();
+        let mut sequences = [0; 8];
+        let mut apply = |worker: usize, event: Event| {
+            let batch = Batch { sequence: sequences[worker], recorded_at_unix_nanos: 0, events: vec![event] };
+            assert_eq!(Applied::Applied, index.apply_batch(&key(worker), Incarnation(1), &batch, 1));
+            sequences[worker] += 1;
+            let memory = index.memory();
+            if memory.holders > 4_000 * holders as u64 {
+                assert!(memory.bytes <= 32 * memory.holders, "{memory:?}");
+            }
+        };
+        let hashes = |from: u64, to: u64| (from..to).map(|number| BlockHash(real_hash(number))).collect::<Vec<_>>();
+        for from in (0..BLOCKS).step_by(1000) {
+            for worker in 0..holders {
+                apply(worker, Event::Stored { tier: Tier::Device, parent: None, hashes: hashes(from, from + 1000) });
+            }
+        }
+        // The oldest make room for new ones, and then fewer and fewer are left.
+        for from in (0..BLOCKS).step_by(500) {
+            for worker in 0..holders {
+                if from < BLOCKS / 2 {
+                    let hashes = hashes(BLOCKS + from, BLOCKS + from + 500);
+                    apply(worker, Event::Stored { tier: Tier::Device, parent: None, hashes });
+                }
+            }
+            for worker in 0..holders {
+                apply(worker, Event::Removed { tier: Tier::Device, hashes: hashes(from, from + 500) });
+            }
+        }
+        assert_eq!(BLOCKS / 2 * holders as u64, index.memory().holders);
+    }
+}
+
+#[test]
+fn a_snapshot_is_seen_whole_or_not_at_all() {
+    let index = index();
+    index.apply_batch(&key(0), Incarnation(1), &stored(0, &[1]), 1);
+    let matched = |block: u64| index.lookup(&[BlockHash(block)])[0].matched_blocks;
+
+    let id = index.begin_snapshot(&key(0), Incarnation(1), 5, true).unwrap();
+    assert!(index.snapshot_chunk(id, Tier::Device, &[BlockHash(2)]));
+    index.collect_garbage();
+    assert_eq!((1, 0), (matched(1), matched(2)));
+    assert!(index.snapshot_chunk(id, Tier::Host, &[BlockHash(3)]));
+    assert!(index.finish_snapshot(id, 1));
+    assert_eq!((0, 1, 1), (matched(1), matched(2), matched(3)));
+    assert_eq!(Applied::Applied, index.apply_batch(&key(0), Incarnation(1), &stored(5, &[4]), 1));
+    assert!(!index.finish_snapshot(id, 1));
+
+    let overtaken = index.begin_snapshot(&key(0), Incarnation(1), 6, true).unwrap();
+    index.apply_batch(&key(0), Incarnation(1), &stored(6, &[5]), 1);
+    assert!(!index.finish_snapshot(overtaken, 1));
+    let replaced = index.begin_snapshot(&key(0), Incarnation(2), 0, true).unwrap();
+    let closed = index.begin_snapshot(&key(0), Incarnation(2), 0, true).unwrap();
+    assert!(!index.snapshot_chunk(replaced, Tier::Device, &[BlockHash(9)]));
+    index.close(&key(0).worker, Incarnation(2));
+    assert!(!index.finish_snapshot(closed, 1));
+    assert!(index.begin_snapshot(&key(0), Incarnation(2), 9, true).is_none());
+    index.collect_garbage();
+    assert_eq!((0, 0), (index.memory().blocks, index.memory().holders));
+}
+
+#[test]
+fn the_dead_make_room_before_the_living_give_up() {
+    let index = Index::new(IndexSettings { byte_budget: 20_000 });
+    for incarnation in 1..200 {
+        let hashes: Vec<u64> = (0..400).map(|number| real_hash(incarnation * 1000 + number)).collect();
+        index.apply_batch(&key(0), Incarnation(incarnation), &stored(0, &hashes), 1);
+        assert_eq!(SourceState::Exact, index.source(&key(0)).unwrap().state, "incarnation {incarnation}");
+    }
+}
+
+#[test]
+fn sweeps_and_look_ups_run_beside_batches() {
+    let index = index();
+    std::thread::scope(|scope| {
+        for worker in 0..3 {
+            let index = &index;
+            scope.spawn(move || {
+                for incarnation in 1..40 {
+                    for sequence in 0..20 {
+                        let hashes: Vec<u64> = (0..=sequence).map(real_hash).collect();
+                        let batch = stored(sequence, &hashes[sequence as usize..]);
+                        index.apply_batch(&key(worker), Incarnation(incarnation), &batch, 1);
+                        // A source holds a beginning of the prompt as long as its sequence says.
+                        let prompt: Vec<BlockHash> = (0..20).map(real_hash).map(BlockHash).collect();
+                        for overlap in index.lookup(&prompt) {
+                            assert_eq!(
+                                overlap.applied_sequence.map_or(0, |last| last as u32 + 1),
+                                overlap.matched_blocks
+                            );
+                        }
+                    }
+                    index.collect_garbage();
+                }
+            });
+        }
+    });
+    index.collect_garbage();
+    assert_eq!((20, 60), (index.memory().blocks, index.memory().holders));
+}

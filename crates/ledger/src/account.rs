@@ -21,6 +21,10 @@ pub struct LedgerSettings {
 pub struct LedgerCounters {
     /// Blocks left out because their parent was not known.
     pub unknown_parents: u64,
+    /// Blocks left out because the engine named them without their tokens, and they were not known from another tier.
+    pub unknown_contents: u64,
+    /// Blocks left out because the engine used one hash for two contents.
+    pub conflicting_hashes: u64,
     /// Removals of blocks that were not held.
     pub unknown_removals: u64,
     /// Events whose tokens did not fill their blocks.
@@ -67,10 +71,82 @@ struct TierAccount {
     used: bool,
 }
 
+/// What became of a stored block.
+enum Taken {
+    /// Its first copy: it is held from here on.
+    First,
+    /// It was held before.
+    Further,
+    /// The engine's hash stands for another block.
+    Conflict,
+}
+
+impl TierAccount {
+    fn take(&mut self, engine_hash: EngineHash, block: BlockHash, counting: bool) -> Taken {
+        match self.by_engine_hash.entry(engine_hash) {
+            Entry::Occupied(entry) if entry.get().block != block => return Taken::Conflict,
+            Entry::Occupied(_) if !counting => return Taken::Further,
+            Entry::Occupied(mut entry) => entry.get_mut().copies += 1,
+            Entry::Vacant(entry) => {
+                entry.insert(Held { block, copies: 1 });
+            }
+        }
+        self.used = true;
+        let copies = self.copies.entry(block).or_insert(0);
+        *copies += 1;
+        if *copies > 1 {
+            return Taken::Further;
+        }
+        self.digest.add(block);
+        Taken::First
+    }
+
+    /// Takes copies of a block out; true when the last one is gone.
+    fn give(&mut self, block: BlockHash, copies: u32) -> bool {
+        let Entry::Occupied(mut entry) = self.copies.entry(block) else { return false };
+        *entry.get_mut() = entry.get().saturating_sub(copies);
+        let is_last = *entry.get() == 0;
+        if is_last {
+            entry.remove();
+            self.digest.remove(block);
+        }
+        is_last
+    }
+}
+
+/// Collects newly held blocks into events, one for each run in which every block is the parent of the next.
+struct Runs<'a> {
+    tier: Tier,
+    parent: Option<BlockHash>,
+    hashes: Vec<BlockHash>,
+    visible: &'a mut Vec<Event>,
+}
+
+impl<'a> Runs<'a> {
+    fn new(tier: Tier, visible: &'a mut Vec<Event>) -> Self {
+        Self { tier, parent: None, hashes: Vec::new(), visible }
+    }
+
+    fn push(&mut self, parent: Option<BlockHash>, block: BlockHash) {
+        if self.hashes.is_empty() {
+            self.parent = parent;
+        }
+        self.hashes.push(block);
+    }
+
+    fn close(&mut self) {
+        if !self.hashes.is_empty() {
+            let hashes = std::mem::take(&mut self.hashes);
+            self.visible.push(Event::Stored { tier: self.tier, parent: self.parent, hashes });
+        }
+    }
+}
+
 /// The exact account of the blocks that one rank holds.
 #[derive(Debug)]
 pub struct Ledger {
     settings: LedgerSettings,
+    counting: bool,
     tiers: [TierAccount; 4],
     ring: Ring,
     next_sequence: u64,
@@ -84,12 +160,24 @@ impl Ledger {
     pub fn new(settings: LedgerSettings) -> Self {
         Self {
             settings,
+            counting: true,
             tiers: Default::default(),
             ring: Ring::new(settings.ring_batches),
             next_sequence: 0,
             complete: true,
             counters: LedgerCounters::default(),
         }
+    }
+
+    /// Whether copies in the device tier are counted, which is the default: right for an engine of which every event is
+    /// seen. Without it a block is gone with its first removal, which may claim too little and never too much. The other
+    /// tiers are sets in either case, since what fills them may announce one copy twice.
+    ///
+    /// To be said before the first event.
+    #[must_use]
+    pub fn counting(mut self, counting: bool) -> Self {
+        self.counting = counting;
+        self
     }
 
     /// Takes what the engine said and returns the batch that says so, if anything visible changed. A batch is made for
@@ -100,8 +188,14 @@ impl Ledger {
             match event {
                 EngineEvent::Stored(stored) => self.store(stored, &mut visible),
                 EngineEvent::Removed { hashes, tier } => self.remove(hashes, *tier, &mut visible),
-                EngineEvent::Cleared => self.clear(&mut visible),
+                EngineEvent::Cleared => {
+                    self.forget_all(&mut visible);
+                    // An empty cache is known whatever was missed before.
+                    self.complete = true;
+                }
                 EngineEvent::Lost => {
+                    // What was missed may have been removals, and then claims would be false: start over.
+                    self.forget_all(&mut visible);
                     self.complete = false;
                     self.counters.lost_events += 1;
                 }
@@ -179,16 +273,19 @@ impl Ledger {
 
     fn store(&mut self, stored: &StoredBlocks, visible: &mut Vec<Event>) {
         let block_size = self.settings.block_size_tokens;
+        if stored.tokens.is_empty() && !stored.hashes.is_empty() {
+            self.store_known(&stored.hashes, stored.tier, visible);
+            return;
+        }
         if block_size == 0 || stored.tokens.len() != stored.hashes.len() * block_size {
             self.counters.malformed_events += 1;
             self.complete = false;
             return;
         }
-        let account = &mut self.tiers[stored.tier.position()];
         let parent = match stored.parent {
             None => None,
-            Some(parent) => match account.by_engine_hash.get(&parent) {
-                Some(held) => Some(held.block),
+            Some(parent) => match self.block_of(parent, stored.tier) {
+                Some(block) => Some(block),
                 None => {
                     // Without the parent the content is not known; claiming nothing is sound.
                     self.counters.unknown_parents += stored.hashes.len() as u64;
@@ -197,36 +294,47 @@ impl Ledger {
                 }
             },
         };
-        account.used = true;
         let mut blocks = Vec::with_capacity(stored.hashes.len());
         BlockHasher::new(parent.unwrap_or(stored.root), block_size).push(&stored.tokens, &mut blocks);
-        // Runs of blocks that were not held before; each run is one event.
-        let mut run: Vec<BlockHash> = Vec::new();
-        let mut run_parent = parent;
+        let counting = self.counts_copies(stored.tier);
+        let account = &mut self.tiers[stored.tier.position()];
+        let mut runs = Runs::new(stored.tier, visible);
         let mut previous = parent;
-        for (engine_hash, block) in stored.hashes.iter().zip(blocks) {
-            match account.by_engine_hash.entry(*engine_hash) {
-                Entry::Occupied(mut entry) => entry.get_mut().copies += 1,
-                Entry::Vacant(entry) => {
-                    entry.insert(Held { block, copies: 1 });
+        let mut conflict = None;
+        for (position, (engine_hash, block)) in stored.hashes.iter().zip(blocks).enumerate() {
+            match account.take(*engine_hash, block, counting) {
+                Taken::First => runs.push(previous, block),
+                Taken::Further => runs.close(),
+                Taken::Conflict => {
+                    conflict = Some((position, *engine_hash));
+                    break;
                 }
-            }
-            let copies = account.copies.entry(block).or_insert(0);
-            *copies += 1;
-            if *copies == 1 {
-                account.digest.add(block);
-                if run.is_empty() {
-                    run_parent = previous;
-                }
-                run.push(block);
-            } else if !run.is_empty() {
-                let hashes = std::mem::take(&mut run);
-                visible.push(Event::Stored { tier: stored.tier, parent: run_parent, hashes });
             }
             previous = Some(block);
         }
-        if !run.is_empty() {
-            visible.push(Event::Stored { tier: stored.tier, parent: run_parent, hashes: run });
+        runs.close();
+        if let Some((position, engine_hash)) = conflict {
+            // Neither content can be claimed, nor anything that follows the block of two contents.
+            self.counters.conflicting_hashes += (stored.hashes.len() - position) as u64;
+            self.complete = false;
+            self.forget(engine_hash, visible);
+        }
+    }
+
+    /// Stores blocks of which the engine gives no tokens, as when they move to another tier.
+    fn store_known(&mut self, hashes: &[EngineHash], tier: Tier, visible: &mut Vec<Event>) {
+        let counting = self.counts_copies(tier);
+        for engine_hash in hashes {
+            let Some(block) = self.block_of(*engine_hash, tier) else {
+                self.counters.unknown_contents += 1;
+                self.complete = false;
+                continue;
+            };
+            match self.tiers[tier.position()].take(*engine_hash, block, counting) {
+                // The order of the hashes says nothing about parents here, so each block is a run of its own.
+                Taken::First => visible.push(Event::Stored { tier, parent: None, hashes: vec![block] }),
+                Taken::Further | Taken::Conflict => {}
+            }
         }
     }
 
@@ -243,13 +351,8 @@ impl Ledger {
             if entry.get().copies == 0 {
                 entry.remove();
             }
-            if let Entry::Occupied(mut copies) = account.copies.entry(block) {
-                *copies.get_mut() -= 1;
-                if *copies.get() == 0 {
-                    copies.remove();
-                    account.digest.remove(block);
-                    gone.push(block);
-                }
+            if account.give(block, 1) {
+                gone.push(block);
             }
         }
         if !gone.is_empty() {
@@ -257,17 +360,38 @@ impl Ledger {
         }
     }
 
-    fn clear(&mut self, visible: &mut Vec<Event>) {
+    /// Takes an engine's hash out of all tiers, with all its copies.
+    fn forget(&mut self, engine_hash: EngineHash, visible: &mut Vec<Event>) {
+        for (tier, account) in Tier::ALL.into_iter().zip(&mut self.tiers) {
+            let Some(held) = account.by_engine_hash.remove(&engine_hash) else { continue };
+            if account.give(held.block, held.copies) {
+                visible.push(Event::Removed { tier, hashes: vec![held.block] });
+            }
+        }
+    }
+
+    fn forget_all(&mut self, visible: &mut Vec<Event>) {
         let held_any = self.tiers.iter().any(|account| !account.copies.is_empty());
         for account in &mut self.tiers {
             account.by_engine_hash.clear();
             account.copies.clear();
             account.digest = Digest::default();
         }
-        // An empty cache is known whatever was missed before.
-        self.complete = true;
         if held_any {
             visible.push(Event::Cleared { tier: None });
         }
+    }
+
+    fn counts_copies(&self, tier: Tier) -> bool {
+        self.counting && tier == Tier::Device
+    }
+
+    /// The block behind an engine's hash. A hash means the same in every tier, and a block that moves down may follow
+    /// one that is only above.
+    fn block_of(&self, engine_hash: EngineHash, tier: Tier) -> Option<BlockHash> {
+        std::iter::once(tier)
+            .chain(Tier::ALL)
+            .find_map(|tier| self.tiers[tier.position()].by_engine_hash.get(&engine_hash))
+            .map(|held| held.block)
     }
 }

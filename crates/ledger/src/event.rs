@@ -13,7 +13,8 @@ pub struct StoredBlocks {
     pub hashes: Vec<EngineHash>,
     /// The engine's hash of the block before the first; none when the first starts a prompt.
     pub parent: Option<EngineHash>,
-    /// Tokens of all the blocks, in order; a whole number of blocks.
+    /// Tokens of all the blocks, in order; a whole number of blocks. Empty when the engine only says that blocks which
+    /// it has described before are in a tier.
     pub tokens: Vec<u32>,
     /// Where they lie.
     pub tier: Tier,
@@ -24,7 +25,7 @@ pub struct StoredBlocks {
 /// One change of an engine's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EngineEvent {
-    /// Blocks were stored; one that is held already gets one more copy.
+    /// Blocks were stored; one that is held already gets one more copy where copies are counted.
     Stored(StoredBlocks),
     /// One copy of each of these blocks is gone.
     Removed {
@@ -35,6 +36,7 @@ pub enum EngineEvent {
     },
     /// The whole cache is empty.
     Cleared,
-    /// Something happened that the reader could not understand or has missed; the account is no longer complete.
+    /// Events of the engine were missed, removals perhaps among them. The account starts over, empty and incomplete,
+    /// until the engine's cache is known to be empty.
     Lost,
 }

@@ -17,16 +17,26 @@ fn ledger(ring_batches: usize) -> Ledger {
     Ledger::new(LedgerSettings { ring_batches, block_size_tokens: BLOCK })
 }
 
-/// The engine's name for a prefix: any injective function of it will do.
-fn engine_hash(prefix: &[u32]) -> EngineHash {
-    EngineHash(prefix.iter().fold(1, |value, token| value * 11 + u64::from(*token) + 1))
+/// The engine's name for a prefix: any injective function of it and of the variant will do. Two variants stand for one
+/// content, as when an engine's hash covers more than the content.
+fn engine_hash(variant: u64, prefix: &[u32]) -> EngineHash {
+    EngineHash(prefix.iter().fold(1 + variant, |value, token| value * 11 + u64::from(*token) + 1))
+}
+
+fn stored_as(variant: u64, prefix: &[u32], from_block: usize, tier: Tier) -> EngineEvent {
+    let hashes =
+        (from_block..prefix.len() / BLOCK).map(|block| engine_hash(variant, &prefix[..(block + 1) * BLOCK])).collect();
+    let parent = (from_block > 0).then(|| engine_hash(variant, &prefix[..from_block * BLOCK]));
+    let tokens = prefix[from_block * BLOCK..].to_vec();
+    EngineEvent::Stored(StoredBlocks { hashes, parent, tokens, tier, root: root() })
 }
 
 fn stored(prefix: &[u32], from_block: usize, tier: Tier) -> EngineEvent {
-    let hashes = (from_block..prefix.len() / BLOCK).map(|block| engine_hash(&prefix[..(block + 1) * BLOCK])).collect();
-    let parent = (from_block > 0).then(|| engine_hash(&prefix[..from_block * BLOCK]));
-    let tokens = prefix[from_block * BLOCK..].to_vec();
-    EngineEvent::Stored(StoredBlocks { hashes, parent, tokens, tier, root: root() })
+    stored_as(0, prefix, from_block, tier)
+}
+
+fn removed(prefix: &[u32], tier: Tier) -> EngineEvent {
+    EngineEvent::Removed { hashes: vec![engine_hash(0, prefix)], tier }
 }
 
 fn replay(batches: &[std::sync::Arc<kvist_blocks::Batch>]) -> BTreeSet<(Tier, BlockHash)> {
@@ -51,71 +61,152 @@ fn replay(batches: &[std::sync::Arc<kvist_blocks::Batch>]) -> BTreeSet<(Tier, Bl
 
 #[derive(Clone, Debug)]
 enum Step {
-    Store(Vec<u32>, Tier),
+    Store { variant: u64, prefix: Vec<u32>, from_block: usize, tier: Tier },
+    Mention { choice: usize, tier: Tier },
     Remove(usize),
     Clear,
+    Lose,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let tier = prop_oneof![Just(Tier::Device), Just(Tier::Host)];
-    let prefix = prop::collection::vec(0u32..2, 1..4).prop_map(|half| half.into_iter().flat_map(|t| [t, t]).collect());
+    let tier = || prop_oneof![3 => Just(Tier::Device), 1 => Just(Tier::Host)];
+    let prefix = prop::collection::vec(0u32..2, 1..4)
+        .prop_map(|half| half.into_iter().flat_map(|token| [token, token]).collect::<Vec<u32>>());
     let step = prop_oneof![
-        6 => (prefix, tier).prop_map(|(prefix, tier)| Step::Store(prefix, tier)),
-        5 => any::<usize>().prop_map(Step::Remove),
+        12 => (0u64..2, prefix, 0usize..3, tier()).prop_map(|(variant, prefix, from_block, tier)| {
+            let from_block = from_block.min(prefix.len() / BLOCK - 1);
+            Step::Store { variant, prefix, from_block, tier }
+        }),
+        2 => (any::<usize>(), tier()).prop_map(|(choice, tier)| Step::Mention { choice, tier }),
+        10 => any::<usize>().prop_map(Step::Remove),
         1 => Just(Step::Clear),
+        1 => Just(Step::Lose),
     ];
     prop::collection::vec(step, 0..60)
 }
 
+/// The naive account: copies by tier, variant and whole prefix.
+#[derive(Debug, Default)]
+struct Model {
+    copies: BTreeMap<(Tier, u64, Vec<u32>), u32>,
+    counting: bool,
+}
+
+impl Model {
+    fn take(&mut self, tier: Tier, variant: u64, prefix: &[u32]) {
+        let copies = self.copies.entry((tier, variant, prefix.to_vec())).or_insert(0);
+        *copies = if self.counting && tier == Tier::Device { *copies + 1 } else { 1 };
+    }
+
+    fn knows(&self, variant: u64, prefix: &[u32]) -> bool {
+        Tier::ALL.into_iter().any(|tier| self.copies.contains_key(&(tier, variant, prefix.to_vec())))
+    }
+
+    fn choose(&self, choice: usize) -> Option<(Tier, u64, Vec<u32>)> {
+        self.copies.keys().nth(choice % self.copies.len().max(1)).cloned()
+    }
+}
+
 proptest! {
     #[test]
-    fn the_account_is_the_set_of_blocks_with_a_copy(steps in steps()) {
-        let mut ledger = ledger(1000);
-        let mut copies: BTreeMap<(Tier, Vec<u32>), u32> = BTreeMap::new();
+    fn the_account_is_the_set_of_blocks_with_a_copy(steps in steps(), counting in any::<bool>()) {
+        let mut ledger = ledger(1000).counting(counting);
+        let mut model = Model { counting, ..Model::default() };
+        let mut complete = true;
         for step in steps {
             let event = match step {
-                Step::Store(prefix, tier) => {
-                    for block in 1..=prefix.len() / BLOCK {
-                        *copies.entry((tier, prefix[..block * BLOCK].to_vec())).or_insert(0) += 1;
+                Step::Store { variant, prefix, from_block, tier } => {
+                    if from_block == 0 || model.knows(variant, &prefix[..from_block * BLOCK]) {
+                        for block in from_block + 1..=prefix.len() / BLOCK {
+                            model.take(tier, variant, &prefix[..block * BLOCK]);
+                        }
+                    } else {
+                        complete = false;
                     }
-                    stored(&prefix, 0, tier)
+                    stored_as(variant, &prefix, from_block, tier)
+                }
+                Step::Mention { choice, tier } => {
+                    let Some((_, variant, prefix)) = model.choose(choice) else { continue };
+                    model.take(tier, variant, &prefix);
+                    let hashes = vec![engine_hash(variant, &prefix)];
+                    EngineEvent::Stored(StoredBlocks { hashes, parent: None, tokens: Vec::new(), tier, root: root() })
                 }
                 Step::Remove(choice) => {
-                    let Some((tier, prefix)) = copies.keys().nth(choice % copies.len().max(1)).cloned() else { continue };
-                    let count = copies.get_mut(&(tier, prefix.clone())).unwrap();
+                    let Some((tier, variant, prefix)) = model.choose(choice) else { continue };
+                    let count = model.copies.get_mut(&(tier, variant, prefix.clone())).unwrap();
                     *count -= 1;
                     if *count == 0 {
-                        copies.remove(&(tier, prefix.clone()));
+                        model.copies.remove(&(tier, variant, prefix.clone()));
                     }
-                    EngineEvent::Removed { hashes: vec![engine_hash(&prefix)], tier }
+                    EngineEvent::Removed { hashes: vec![engine_hash(variant, &prefix)], tier }
                 }
                 Step::Clear => {
-                    copies.clear();
+                    model.copies.clear();
+                    complete = true;
                     EngineEvent::Cleared
                 }
+                Step::Lose => {
+                    model.copies.clear();
+                    complete = false;
+                    EngineEvent::Lost
+                }
             };
-            ledger.apply(0, &[event]);
+            let before = ledger.snapshot();
+            let batch = ledger.apply(0, &[event]);
 
-            let expected: BTreeSet<(Tier, BlockHash)> = copies
+            let expected: BTreeSet<(Tier, BlockHash)> = model
+                .copies
                 .keys()
-                .map(|(tier, prefix)| (*tier, *block_hashes(root(), prefix, BLOCK).last().unwrap()))
+                .map(|(tier, _, prefix)| (*tier, *block_hashes(root(), prefix, BLOCK).last().unwrap()))
                 .collect();
-            let snapshot: BTreeSet<(Tier, BlockHash)> = ledger
-                .snapshot()
-                .blocks
-                .into_iter()
-                .flat_map(|(tier, hashes)| hashes.into_iter().map(move |hash| (tier, hash)))
-                .collect();
-            prop_assert_eq!(&expected, &snapshot);
+            let held = |snapshot: Snapshot| -> BTreeSet<(Tier, BlockHash)> {
+                let tiers = snapshot.blocks.into_iter();
+                tiers.flat_map(|(tier, hashes)| hashes.into_iter().map(move |hash| (tier, hash))).collect()
+            };
+            prop_assert_eq!(&expected, &held(ledger.snapshot()));
             prop_assert_eq!(&expected, &replay(&ledger.range_after(None).unwrap()));
+            prop_assert_eq!(held(before) != expected, batch.is_some(), "a sequence stands for a visible change");
             for tier in ledger.digest().tiers {
                 let mut digest = Digest::default();
                 expected.iter().filter(|(of, _)| *of == tier.tier).for_each(|(_, hash)| digest.add(*hash));
                 prop_assert_eq!(digest, tier.digest);
             }
-            prop_assert!(ledger.digest().complete);
+            prop_assert_eq!(complete, ledger.digest().complete);
         }
     }
+}
+
+#[test]
+fn a_hole_in_the_stream_ends_all_claims() {
+    let mut ledger = ledger(10);
+    ledger.apply(0, &[stored(&[1, 2], 0, Tier::Device)]);
+    let batch = ledger.apply(0, &[EngineEvent::Lost]).unwrap();
+    assert_eq!(vec![Event::Cleared { tier: None }], batch.events);
+    assert_eq!((0, false), (ledger.block_count(), ledger.digest().complete));
+    assert!(ledger.apply(0, &[EngineEvent::Cleared]).is_none());
+    assert!(ledger.digest().complete);
+}
+
+#[test]
+fn one_hash_for_two_contents_claims_neither() {
+    let mut ledger = ledger(10);
+    ledger.apply(0, &[stored(&[1, 2], 0, Tier::Device)]);
+    let mut event = StoredBlocks {
+        hashes: vec![EngineHash(77), engine_hash(0, &[1, 2]), EngineHash(78)],
+        parent: None,
+        tokens: vec![5, 5, 6, 6, 7, 7],
+        tier: Tier::Device,
+        root: root(),
+    };
+    ledger.apply(0, &[EngineEvent::Stored(event.clone())]);
+    let first = block_hashes(root(), &[5, 5], BLOCK);
+    assert_eq!(vec![(Tier::Device, first.clone())], ledger.snapshot().blocks);
+    assert_eq!((2, false), (ledger.counters().conflicting_hashes, ledger.digest().complete));
+    ledger.apply(0, &[removed(&[1, 2], Tier::Device), removed(&[1, 2], Tier::Device)]);
+    assert_eq!(vec![(Tier::Device, first)], ledger.snapshot().blocks);
+    event.hashes.truncate(2);
+    ledger.apply(0, &[EngineEvent::Stored(event)]);
+    assert_eq!(1, ledger.counters().malformed_events);
 }
 
 #[test]
@@ -123,7 +214,7 @@ fn a_block_is_removed_with_its_last_copy() {
     let mut ledger = ledger(10);
     assert!(ledger.apply(0, &[stored(&[1, 2], 0, Tier::Device)]).is_some());
     assert!(ledger.apply(0, &[stored(&[1, 2], 0, Tier::Device)]).is_none());
-    let removal = EngineEvent::Removed { hashes: vec![engine_hash(&[1, 2])], tier: Tier::Device };
+    let removal = removed(&[1, 2], Tier::Device);
     assert!(ledger.apply(0, std::slice::from_ref(&removal)).is_none());
     assert!(ledger.apply(0, std::slice::from_ref(&removal)).is_some());
     assert!(ledger.apply(0, &[removal]).is_none());

@@ -70,6 +70,15 @@ impl Reservations {
         self.by_target.get(target).copied().unwrap_or_default()
     }
 
+    /// What this router has promised to all targets together.
+    #[must_use]
+    pub fn total(&self) -> TargetPromise {
+        self.by_target.values().fold(TargetPromise::default(), |sum, promise| TargetPromise {
+            count: sum.count + promise.count,
+            tokens: sum.tokens + promise.tokens,
+        })
+    }
+
     /// Tokens that all routers have promised to a target, given what its engine reports as outstanding.
     #[must_use]
     pub fn promised_tokens(&self, target: &TargetId, reported_outstanding: Option<u64>) -> u64 {
@@ -124,6 +133,11 @@ mod tests {
                     prop_assert_eq!(expected, reservations.of(&target(number)));
                 }
                 prop_assert_eq!(open.len(), reservations.len());
+                let total = TargetPromise { count: open.len() as u64, tokens: open.iter().map(|entry| entry.2).sum() };
+                prop_assert_eq!(total, reservations.total());
+                let own = reservations.of(&target(0)).tokens;
+                prop_assert_eq!(own.max(77), reservations.promised_tokens(&target(0), Some(77)));
+                prop_assert_eq!(own, reservations.promised_tokens(&target(0), None));
             }
         }
     }

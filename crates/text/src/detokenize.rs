@@ -15,9 +15,15 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
-    pub(crate) fn new(vocabulary: Arc<Vocabulary>, skip_special: bool) -> Self {
+    /// For a text of its own: sentencepiece's mark of the first word is no space.
+    pub(crate) fn from_start(vocabulary: Arc<Vocabulary>, skip_special: bool) -> Self {
         let at_start = vocabulary.strips_first_space();
         Self { vocabulary, skip_special, held: Vec::new(), at_start }
+    }
+
+    /// For what follows a prompt: a space at the begin belongs between the two.
+    pub(crate) fn after_prompt(vocabulary: Arc<Vocabulary>, skip_special: bool) -> Self {
+        Self { vocabulary, skip_special, held: Vec::new(), at_start: false }
     }
 
     /// Appends the text that a token completes.
@@ -58,6 +64,12 @@ impl Detokenizer {
                 }
             }
         }
+    }
+
+    /// Bytes of a character that is not complete: at most three.
+    #[must_use]
+    pub fn held_bytes(&self) -> usize {
+        self.held.len()
     }
 
     /// What is left at the end: a broken character becomes U+FFFD.

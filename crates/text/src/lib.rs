@@ -3,9 +3,11 @@
 //! Pure: files arrive as bytes and the time of day as an argument. A fast tokenizer does the work and the Hugging Face
 //! one is its oracle: both encode a corpus when a model is loaded, and a difference means that the slow one is used.
 
+mod control;
 mod detokenize;
 mod encode;
 mod model;
+mod python;
 mod stop;
 mod template;
 mod vocabulary;

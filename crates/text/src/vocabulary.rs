@@ -1,8 +1,14 @@
 //! Token ids to bytes.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
+use serde_json::Value;
 use tokenizers::Tokenizer;
+
+use crate::control::AddedToken;
+
+/// Marks the begin of a word in sentencepiece vocabularies.
+const WORD_START: char = '\u{2581}';
 
 /// The bytes of each token, in one run of memory.
 #[derive(Debug)]
@@ -10,31 +16,32 @@ pub(crate) struct Vocabulary {
     bytes: Vec<u8>,
     /// Start of each token's bytes; one more than there are tokens.
     starts: Vec<u32>,
-    special: HashSet<u32>,
+    /// Whether each token is left out when special tokens are skipped.
+    special: Vec<bool>,
     /// Sentencepiece models mark a word's start with a space that the text does not begin with.
     strips_first_space: bool,
 }
 
 impl Vocabulary {
-    pub(crate) fn new(tokenizer: &Tokenizer, decoder: &serde_json::Value) -> Self {
-        let byte_level = mentions(decoder, "ByteLevel");
-        let added = tokenizer.get_added_tokens_decoder();
+    pub(crate) fn new(tokenizer: &Tokenizer, added: &[AddedToken], decoder: &Value) -> Self {
+        let byte_level = find_step(decoder, "ByteLevel").is_some();
+        let added: HashMap<u32, &AddedToken> = added.iter().map(|token| (token.id, token)).collect();
         let mut tokens: HashMap<u32, String> =
             tokenizer.get_vocab(false).into_iter().map(|(token, id)| (id, token)).collect();
         tokens.retain(|id, _| !added.contains_key(id));
-        let size = tokens.keys().chain(added.keys()).max().map_or(0, |last| last + 1);
+        let size = tokens.keys().chain(added.keys()).max().map_or(0, |last| last.saturating_add(1));
         let alphabet = byte_alphabet();
-        let (mut bytes, mut starts) = (Vec::new(), vec![0]);
+        let (mut bytes, mut starts, mut special) = (Vec::new(), vec![0], Vec::new());
         for id in 0..size {
             if let Some(token) = added.get(&id) {
-                bytes.extend_from_slice(token.content.as_bytes());
+                push_added(&token.content, byte_level, &mut bytes);
             } else if let Some(token) = tokens.get(&id) {
                 push_token(token, byte_level, &alphabet, &mut bytes);
             }
             starts.push(u32::try_from(bytes.len()).unwrap_or(u32::MAX));
+            special.push(added.get(&id).is_some_and(|token| token.special));
         }
-        let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
-        Self { bytes, starts, special, strips_first_space: !byte_level && mentions(decoder, "Strip") }
+        Self { bytes, starts, special, strips_first_space: !byte_level && strips_first_space(decoder) }
     }
 
     /// Bytes of a token; none for an id that the vocabulary lacks.
@@ -45,7 +52,7 @@ impl Vocabulary {
     }
 
     pub(crate) fn is_special(&self, id: u32) -> bool {
-        self.special.contains(&id)
+        self.special.get(id as usize).copied().unwrap_or(false)
     }
 
     pub(crate) fn strips_first_space(&self) -> bool {
@@ -59,22 +66,31 @@ impl Vocabulary {
 
 fn push_token(token: &str, byte_level: bool, alphabet: &HashMap<char, u8>, bytes: &mut Vec<u8>) {
     if byte_level {
-        // A character outside the alphabet stands for itself.
-        let mut buffer = [0; 4];
-        for character in token.chars() {
-            match alphabet.get(&character) {
-                Some(byte) => bytes.push(*byte),
-                None => bytes.extend_from_slice(character.encode_utf8(&mut buffer).as_bytes()),
-            }
+        // A token with a character outside the alphabet stands for itself.
+        match token.chars().map(|character| alphabet.get(&character).copied()).collect::<Option<Vec<u8>>>() {
+            Some(decoded) => bytes.extend(decoded),
+            None => bytes.extend_from_slice(token.as_bytes()),
         }
-    } else if let Some(byte) = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>')) {
-        match u8::from_str_radix(byte, 16) {
-            Ok(byte) => bytes.push(byte),
-            Err(_) => bytes.extend_from_slice(token.as_bytes()),
-        }
+    } else if let Some(byte) = byte_of(token) {
+        bytes.push(byte);
     } else {
-        bytes.extend_from_slice(token.replace('\u{2581}', " ").as_bytes());
+        bytes.extend_from_slice(token.replace(WORD_START, " ").as_bytes());
     }
+}
+
+/// Added tokens are written as they are meant, but sentencepiece's runs of spaces are among them too.
+fn push_added(token: &str, byte_level: bool, bytes: &mut Vec<u8>) {
+    if byte_level {
+        bytes.extend_from_slice(token.as_bytes());
+    } else {
+        bytes.extend_from_slice(token.replace(WORD_START, " ").as_bytes());
+    }
+}
+
+/// The byte of a token such as `<0x0A>`.
+fn byte_of(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
 /// The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
@@ -94,13 +110,23 @@ fn byte_alphabet() -> HashMap<char, u8> {
         .collect()
 }
 
-fn mentions(decoder: &serde_json::Value, kind: &str) -> bool {
+/// The first step of a kind in a decoder, which may be a sequence of them.
+fn find_step<'a>(decoder: &'a Value, kind: &str) -> Option<&'a Value> {
     match decoder {
-        serde_json::Value::Object(map) => {
-            map.get("type").and_then(|value| value.as_str()) == Some(kind)
-                || map.values().any(|value| mentions(value, kind))
-        }
-        serde_json::Value::Array(list) => list.iter().any(|value| mentions(value, kind)),
-        _ => false,
+        Value::Object(map) if map.get("type").and_then(Value::as_str) == Some(kind) => Some(decoder),
+        Value::Object(map) => map.values().find_map(|value| find_step(value, kind)),
+        Value::Array(list) => list.iter().find_map(|value| find_step(value, kind)),
+        _ => None,
     }
+}
+
+/// Whether decoding drops the space that marks the first word.
+fn strips_first_space(decoder: &Value) -> bool {
+    if let Some(step) = find_step(decoder, "Strip") {
+        return step.get("start").and_then(Value::as_u64).unwrap_or(0) > 0;
+    }
+    find_step(decoder, "Metaspace").is_some_and(|step| {
+        let scheme = step.get("prepend_scheme").and_then(Value::as_str);
+        scheme != Some("never") && step.get("add_prefix_space").and_then(Value::as_bool) != Some(false)
+    })
 }

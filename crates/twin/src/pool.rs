@@ -108,6 +108,15 @@ impl Pool {
             return;
         }
         self.cached.insert(hash, Cached { users: 1, last_use: 0 });
+        // A prompt's blocks become whole one after the other; they are told as one run.
+        if let (Some(EngineEvent::Stored(run)), Some(parent)) = (events.last_mut(), parent)
+            && run.root == root
+            && run.hashes.last() == Some(&EngineHash(parent.0))
+        {
+            run.hashes.push(EngineHash(hash.0));
+            run.tokens.extend_from_slice(tokens);
+            return;
+        }
         events.push(EngineEvent::Stored(StoredBlocks {
             hashes: vec![EngineHash(hash.0)],
             parent: parent.map(|parent| EngineHash(parent.0)),

@@ -1,7 +1,7 @@
 //! The simulated engine.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashSet, VecDeque},
     time::Duration,
 };
 
@@ -33,6 +33,31 @@ pub struct SimSettings {
     pub token_range: u32,
 }
 
+impl SimSettings {
+    /// The nearest settings that an engine can run with: nothing is zero that has to advance.
+    fn sane(self) -> Self {
+        Self {
+            block_size_tokens: self.block_size_tokens.max(1),
+            max_running: self.max_running.max(1),
+            prefill_chunk_tokens: self.prefill_chunk_tokens.max(1),
+            ..self
+        }
+    }
+
+    /// Time of a step that computes prompt tokens and decodes requests. A rate that is no positive number costs nothing.
+    fn step_duration(&self, prefill_tokens: usize, decoding: usize) -> Duration {
+        let prefill = Duration::try_from_secs_f64(prefill_tokens as f64 / self.prefill_tokens_per_second);
+        let decode = match decoding.checked_sub(1) {
+            None => Duration::ZERO,
+            Some(further) => {
+                let further = self.decode_step_per_request.saturating_mul(u32::try_from(further).unwrap_or(u32::MAX));
+                self.decode_step.saturating_add(further)
+            }
+        };
+        prefill.unwrap_or_default().saturating_add(decode)
+    }
+}
+
 /// One request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimRequest {
@@ -51,6 +76,8 @@ pub struct SimRequest {
 pub enum Finish {
     /// The token budget is used up.
     Length,
+    /// The text came to its end; see [`SimEngine::stop_after_tokens`].
+    Stop,
     /// It was aborted.
     Aborted,
     /// It can never run: prompt and completion need more blocks than the pool has.
@@ -91,6 +118,10 @@ pub struct Step {
     pub finished: Vec<Finished>,
     /// What changed in the cache, in order.
     pub events: Vec<EngineEvent>,
+    /// How many of `events` happened before the step computed anything: evictions and resets, true from its beginning.
+    /// With these applied, a ledger claims for each request in `placed` exactly its cached tokens. The other events are
+    /// true at the end of the step.
+    pub events_at_begin: usize,
 }
 
 /// Numbers of the engine.
@@ -100,7 +131,7 @@ pub struct SimCounters {
     pub running: usize,
     /// Requests without.
     pub waiting: usize,
-    /// Prompt tokens not yet computed.
+    /// Prompt tokens not yet computed, without those of waiting requests that were cached at their submission.
     pub outstanding_prefill_tokens: u64,
     /// Tokens that running requests hold.
     pub active_tokens: u64,
@@ -114,6 +145,31 @@ pub struct SimCounters {
     pub generated_tokens: u64,
     /// Requests ended since the start.
     pub finished_requests: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    request: SimRequest,
+    submitted: Duration,
+    /// Names of the prompt's blocks that a cache can serve.
+    usable: Vec<BlockHash>,
+    /// Prompt tokens that the cache could not have served at submission.
+    uncached_tokens: u64,
+}
+
+impl Waiting {
+    fn end(&self, now: Duration, finish: Finish) -> Finished {
+        Finished {
+            id: self.request.id,
+            finish,
+            prompt_tokens: u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX),
+            cached_tokens: 0,
+            completion_tokens: 0,
+            queue: now.saturating_sub(self.submitted),
+            prefill: Duration::ZERO,
+            decode: Duration::ZERO,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -140,10 +196,11 @@ struct Running {
 #[derive(Debug)]
 pub struct SimEngine {
     settings: SimSettings,
+    stop_after_tokens: Option<u32>,
     pool: Pool,
-    waiting: VecDeque<(SimRequest, Duration)>,
+    waiting: VecDeque<Waiting>,
     running: Vec<Running>,
-    aborted: HashMap<u64, ()>,
+    aborted: HashSet<u64>,
     counters: SimCounters,
     pending_events: Vec<EngineEvent>,
 }
@@ -152,28 +209,43 @@ impl SimEngine {
     /// An idle engine with an empty cache.
     #[must_use]
     pub fn new(settings: SimSettings) -> Self {
+        let settings = settings.sane();
         Self {
             settings,
+            stop_after_tokens: None,
             pool: Pool::new(settings.blocks),
             waiting: VecDeque::new(),
             running: Vec::new(),
-            aborted: HashMap::new(),
+            aborted: HashSet::new(),
             counters: SimCounters::default(),
             pending_events: Vec::new(),
         }
     }
 
+    /// Ends every request that may generate more after so many tokens, with [`Finish::Stop`]. Without it all texts go on
+    /// to their budget. To be said before the first request.
+    #[must_use]
+    pub fn stop_after_tokens(mut self, tokens: u32) -> Self {
+        self.stop_after_tokens = Some(tokens.max(1));
+        self
+    }
+
     /// Takes a request; it is placed by a later step.
     pub fn submit(&mut self, now: Duration, request: SimRequest) {
-        self.waiting.push_back((request, now));
+        let block_size = self.settings.block_size_tokens;
+        let mut usable = block_hashes(request.root, &request.prompt, block_size);
+        usable.truncate(usable_blocks(request.prompt.len(), block_size));
+        let (hits, _) = self.pool.prefix(&usable);
+        let uncached_tokens = (request.prompt.len() - hits * block_size) as u64;
+        self.waiting.push_back(Waiting { request, submitted: now, usable, uncached_tokens });
     }
 
     /// Ends a request with the next step. An unknown id is ignored.
     pub fn abort(&mut self, id: u64) {
         let known = self.running.iter().any(|running| running.request.id == id)
-            || self.waiting.iter().any(|(request, _)| request.id == id);
+            || self.waiting.iter().any(|waiting| waiting.request.id == id);
         if known {
-            self.aborted.insert(id, ());
+            self.aborted.insert(id);
         }
     }
 
@@ -192,7 +264,7 @@ impl SimEngine {
     #[must_use]
     pub fn counters(&self) -> SimCounters {
         let running: u64 = self.running.iter().map(|one| (one.request.prompt.len() - one.computed) as u64).sum();
-        let waiting: u64 = self.waiting.iter().map(|(request, _)| request.prompt.len() as u64).sum();
+        let waiting: u64 = self.waiting.iter().map(|waiting| waiting.uncached_tokens).sum();
         SimCounters {
             running: self.running.len(),
             waiting: self.waiting.len(),
@@ -210,6 +282,7 @@ impl SimEngine {
         let mut step = Step { events: std::mem::take(&mut self.pending_events), ..Step::default() };
         self.end_aborted(now, &mut step);
         self.place(now, &mut step);
+        step.events_at_begin = step.events.len();
         if self.running.is_empty() {
             return step;
         }
@@ -220,43 +293,37 @@ impl SimEngine {
             let missing = running.request.prompt.len() - running.computed;
             let chunk = missing.min(budget);
             if chunk > 0 {
-                let tokens = running.request.prompt[running.computed..running.computed + chunk].to_vec();
+                let from = running.computed;
                 running.computed += chunk;
                 (budget, prefilled) = (budget - chunk, prefilled + chunk);
-                running.keep(&tokens, self.settings.block_size_tokens, &mut self.pool, &mut step.events);
+                running.keep_prompt(from, &mut self.pool, &mut step.events);
             }
             if running.computed == running.request.prompt.len() {
                 decoding.push(position);
             }
         }
-        let seconds = prefilled as f64 / self.settings.prefill_tokens_per_second;
-        let mut duration = Duration::from_secs_f64(seconds);
-        if !decoding.is_empty() {
-            let further = u32::try_from(decoding.len() - 1).unwrap_or(u32::MAX);
-            duration += self.settings.decode_step + self.settings.decode_step_per_request * further;
-        }
-        let end = now + duration;
+        let duration = self.settings.step_duration(prefilled, decoding.len());
+        let end = now.saturating_add(duration);
         for position in decoding {
             let running = &mut self.running[position];
-            let token = self.settings.first_token
-                + next_token(running.seed, running.generated) % self.settings.token_range.max(1);
+            let offset = next_token(running.seed, running.generated) % self.settings.token_range.max(1);
+            let token = self.settings.first_token.saturating_add(offset);
             running.first_token.get_or_insert(end);
             running.generated += 1;
             self.counters.generated_tokens += 1;
             step.tokens.push((running.request.id, token));
             // The last token is never computed on, so its KV does not exist.
-            if running.generated < running.request.max_tokens {
-                running.keep(&[token], self.settings.block_size_tokens, &mut self.pool, &mut step.events);
+            if running.finish(self.stop_after_tokens).is_none() {
+                running.keep(token, &mut self.pool, &mut step.events);
             }
         }
+        let stop_after_tokens = self.stop_after_tokens;
         let (pool, counters) = (&mut self.pool, &mut self.counters);
         self.running.retain_mut(|running| {
-            let ends = running.generated >= running.request.max_tokens;
-            if ends {
-                step.finished.push(running.end(Finish::Length, end, pool));
-                counters.finished_requests += 1;
-            }
-            !ends
+            let Some(finish) = running.finish(stop_after_tokens) else { return true };
+            step.finished.push(running.end(finish, end, pool));
+            counters.finished_requests += 1;
+            false
         });
         self.counters.steps += 1;
         step.duration = Some(duration);
@@ -269,16 +336,16 @@ impl SimEngine {
         }
         let aborted = std::mem::take(&mut self.aborted);
         let (pool, counters) = (&mut self.pool, &mut self.counters);
-        self.waiting.retain(|(request, submitted)| {
-            let ends = aborted.contains_key(&request.id);
+        self.waiting.retain(|waiting| {
+            let ends = aborted.contains(&waiting.request.id);
             if ends {
-                step.finished.push(unplaced(request, now - *submitted, Finish::Aborted));
+                step.finished.push(waiting.end(now, Finish::Aborted));
                 counters.finished_requests += 1;
             }
             !ends
         });
         self.running.retain_mut(|running| {
-            let ends = aborted.contains_key(&running.request.id);
+            let ends = aborted.contains(&running.request.id);
             if ends {
                 step.finished.push(running.end(Finish::Aborted, now, pool));
                 counters.finished_requests += 1;
@@ -290,27 +357,26 @@ impl SimEngine {
     fn place(&mut self, now: Duration, step: &mut Step) {
         let block_size = self.settings.block_size_tokens;
         while self.running.len() < self.settings.max_running {
-            let Some((request, _)) = self.waiting.front() else { return };
+            let Some(first) = self.waiting.front() else { return };
             // Everything the request can need is taken now, so that a running one never waits for blocks.
-            let needed = (request.prompt.len() + request.max_tokens as usize).div_ceil(block_size);
+            let most_tokens = first.request.max_tokens.min(self.stop_after_tokens.unwrap_or(u32::MAX));
+            let needed = (first.request.prompt.len() + most_tokens as usize).div_ceil(block_size);
             if needed > self.settings.blocks {
-                if let Some((request, submitted)) = self.waiting.pop_front() {
-                    step.finished.push(unplaced(&request, now - submitted, Finish::TooLarge));
-                    self.counters.finished_requests += 1;
-                }
+                step.finished.push(first.end(now, Finish::TooLarge));
+                self.counters.finished_requests += 1;
+                self.waiting.pop_front();
                 continue;
             }
-            let hashes = block_hashes(request.root, &request.prompt, block_size);
-            let usable = &hashes[..usable_blocks(request.prompt.len(), block_size)];
-            let (hits, unused_hits) = self.pool.prefix(usable);
+            let (hits, unused_hits) = self.pool.prefix(&first.usable);
             if needed - hits + unused_hits > self.pool.available() {
                 return;
             }
-            let Some((request, submitted)) = self.waiting.pop_front() else { return };
-            self.pool.pin(&usable[..hits]);
+            let Some(Waiting { request, submitted, mut usable, .. }) = self.waiting.pop_front() else { return };
+            usable.truncate(hits);
+            self.pool.pin(&usable);
             self.pool.take(needed - hits, &mut step.events);
             let cached_tokens = hits * block_size;
-            let parent = hits.checked_sub(1).map_or(request.root, |last| usable[last]);
+            let parent = usable.last().copied().unwrap_or(request.root);
             step.placed.push((request.id, u32::try_from(cached_tokens).unwrap_or(u32::MAX)));
             self.running.push(Running {
                 submitted,
@@ -319,7 +385,7 @@ impl SimEngine {
                 cached_tokens,
                 computed: cached_tokens,
                 generated: 0,
-                named: usable[..hits].to_vec(),
+                named: usable,
                 private: needed - hits,
                 hasher: BlockHasher::new(parent, block_size),
                 open: Vec::with_capacity(block_size),
@@ -331,20 +397,34 @@ impl SimEngine {
 }
 
 impl Running {
-    /// Takes computed tokens into the request's blocks and names those that became whole.
-    fn keep(&mut self, tokens: &[u32], block_size: usize, pool: &mut Pool, events: &mut Vec<EngineEvent>) {
-        let mut new = Vec::new();
-        for token in tokens {
-            self.open.push(*token);
-            self.hasher.push(&[*token], &mut new);
-            if let Some(hash) = new.pop() {
-                let parent = self.named.last().copied();
-                pool.name(hash, parent, self.request.root, &self.open, events);
-                self.private -= 1;
-                self.named.push(hash);
-                self.open.clear();
-            }
-            debug_assert!(self.open.len() < block_size);
+    /// Keeps the prompt tokens that were computed since there were `from`.
+    fn keep_prompt(&mut self, from: usize, pool: &mut Pool, events: &mut Vec<EngineEvent>) {
+        for position in from..self.computed {
+            self.keep(self.request.prompt[position], pool, events);
+        }
+    }
+
+    /// Takes a computed token into the request's blocks and names the block that became whole.
+    fn keep(&mut self, token: u32, pool: &mut Pool, events: &mut Vec<EngineEvent>) {
+        self.open.push(token);
+        let mut whole = Vec::new();
+        self.hasher.push(&[token], &mut whole);
+        if let Some(hash) = whole.pop() {
+            pool.name(hash, self.named.last().copied(), self.request.root, &self.open, events);
+            self.private -= 1;
+            self.named.push(hash);
+            self.open.clear();
+        }
+    }
+
+    /// Why the request ends now; none while it goes on.
+    fn finish(&self, stop_after_tokens: Option<u32>) -> Option<Finish> {
+        if self.generated >= self.request.max_tokens {
+            Some(Finish::Length)
+        } else if stop_after_tokens.is_some_and(|tokens| self.generated >= tokens) {
+            Some(Finish::Stop)
+        } else {
+            None
         }
     }
 
@@ -358,23 +438,10 @@ impl Running {
             prompt_tokens: u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX),
             cached_tokens: u32::try_from(self.cached_tokens).unwrap_or(u32::MAX),
             completion_tokens: self.generated,
-            queue: self.placed - self.submitted,
-            prefill: first_token - self.placed,
-            decode: now - first_token,
+            queue: self.placed.saturating_sub(self.submitted),
+            prefill: first_token.saturating_sub(self.placed),
+            decode: now.saturating_sub(first_token),
         }
-    }
-}
-
-fn unplaced(request: &SimRequest, queue: Duration, finish: Finish) -> Finished {
-    Finished {
-        id: request.id,
-        finish,
-        prompt_tokens: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
-        cached_tokens: 0,
-        completion_tokens: 0,
-        queue,
-        prefill: Duration::ZERO,
-        decode: Duration::ZERO,
     }
 }
 

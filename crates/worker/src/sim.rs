@@ -216,13 +216,16 @@ async fn run(state: Arc<Mutex<State>>, wake: Arc<Notify>, host: EngineHost, star
             wake.notified().await;
             continue;
         };
-        host.cache_changed(&step.events);
+        // Evictions are true at once; what the step computes is there at its end.
+        let (evictions, stores) = step.events.split_at(step.events_at_begin.min(step.events.len()));
+        host.cache_changed(evictions);
         let idle = step.duration.is_none() && step.finished.is_empty() && step.events.is_empty();
         match step.duration {
             Some(duration) => tokio::time::sleep(duration).await,
             None if idle => wake.notified().await,
             None => {}
         }
+        host.cache_changed(stores);
         let mut state = state.lock();
         for (id, cached) in step.placed {
             if let Some(job) = state.jobs.get_mut(&id) {
@@ -246,6 +249,7 @@ async fn run(state: Arc<Mutex<State>>, wake: Arc<Notify>, host: EngineHost, star
             let Some(sink) = job.sink.take() else { continue };
             let reason = match (finished.finish, job.abort) {
                 (Finish::Length, _) => FinishReason::Length,
+                (Finish::Stop, _) => FinishReason::Stop,
                 (Finish::Aborted, Some(AbortReason::StopString)) => FinishReason::Stop,
                 (Finish::Aborted, _) => FinishReason::Aborted,
                 (Finish::TooLarge, _) => {
