@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvist.process import write_atomically
-
 RECORD_SCHEMA_VERSION = 1
 
 
@@ -40,13 +38,18 @@ class Layout:
         return self.root / "run"
 
     @property
-    def cluster_file(self) -> Path:
-        """The cluster state that the router watches."""
-        return self.run / "cluster-state.json"
+    def state_path(self) -> Path:
+        """The state store."""
+        return self.root / "state.sqlite"
+
+    @property
+    def agent_folder(self) -> Path:
+        """What the agent keeps of its worker slots."""
+        return self.root / "agent"
 
     def make(self) -> None:
         """Makes the folders; readable by the owner alone, since logs and state lie there."""
-        for folder in (self.root, self.logs, self.run):
+        for folder in (self.root, self.logs, self.run, self.agent_folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
@@ -57,7 +60,7 @@ class ClusterRecord:
     Attributes:
         phase: `starting`, `ready`, `stopping` or `failed`.
         supervisor_process_id: Process that keeps the others alive.
-        addresses: `http` and `router`, and each worker by its UID, as `host:port`.
+        addresses: `http`, `router`, `controller`, `kvmaster`, `agent`, `nats` and the admin servers, as `host:port`.
         process_ids: Process id by process name.
         message: What happens at the moment, or why it failed.
         hint: What to do about a failure.
@@ -94,3 +97,10 @@ class ClusterRecord:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -105,14 +105,14 @@ class Child:
         while self._process is not None:
             started = loop.time()
             await self._process.wait()
-            if self._is_stopping():
+            if self._stopping:
                 return
             await self._on_change()
             if loop.time() - started > STEADY_SECONDS:
                 back_off_seconds = FIRST_BACK_OFF_SECONDS
             await asyncio.sleep(back_off_seconds)
             back_off_seconds = min(back_off_seconds * 2, LONGEST_BACK_OFF_SECONDS)
-            if self._is_stopping():
+            if self._stopping:
                 return
             self.restarts += 1
             try:
@@ -132,10 +132,6 @@ class Child:
         except TimeoutError:
             self._signal(signal.SIGKILL)
             await self._process.wait()
-
-    def _is_stopping(self) -> bool:
-        # A call, so that no reader takes the value for unchanged across an `await`.
-        return self._stopping
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None or self._process.returncode is not None:

@@ -1,5 +1,0 @@
-"""The `kvist` command. Exit codes: 0 well, 1 other, 2 usage, 4 not found, 5 network, 8 server error."""
-
-from kvist.cli.app import main
-
-__all__ = ["main"]
