@@ -16,8 +16,8 @@ use crate::follow::Follower;
 pub(crate) struct Worker {
     pub(crate) entry: WorkerEntry,
     pub(crate) link: Arc<WorkerLink>,
-    /// Keeps the index fed; ends with the worker.
-    pub(crate) _follower: Follower,
+    /// Keeps the index fed; ends with the last description of this process.
+    pub(crate) follower: Arc<Follower>,
 }
 
 impl Worker {

@@ -251,13 +251,8 @@ impl RouterCore {
             if worker.entry == entry {
                 return Ok(Arc::clone(worker));
             }
-            let follower = Follower::start(
-                Arc::clone(&self.index),
-                worker.link.channel(),
-                source_key(&target.worker_uid),
-                worker.incarnation(),
-            );
-            return Ok(Arc::new(Worker { link: Arc::clone(&worker.link), entry, _follower: follower }));
+            let (link, follower) = (Arc::clone(&worker.link), Arc::clone(&worker.follower));
+            return Ok(Arc::new(Worker { entry, link, follower }));
         }
         let link = Arc::new(WorkerLink::connect(&target.address, LinkSettings::new(&self.settings.name))?);
         let follower = Follower::start(
@@ -266,7 +261,7 @@ impl RouterCore {
             source_key(&target.worker_uid),
             Incarnation(entry.incarnation),
         );
-        Ok(Arc::new(Worker { entry, link, _follower: follower }))
+        Ok(Arc::new(Worker { entry, link, follower: Arc::new(follower) }))
     }
 
     /// A new request id; `own` is the caller's part of it.
@@ -323,9 +318,8 @@ impl RouterCore {
     ) -> Result<Chosen, Box<(KvistError, DecisionRecord)>> {
         let began = Instant::now();
         let mut hashed: Vec<(usize, Vec<BlockHash>, Vec<Overlap>)> = Vec::new();
-        let mut considered = Vec::with_capacity(entry.workers.len());
+        let mut known = Vec::with_capacity(entry.workers.len());
         let prompt_tokens = input.ids.len();
-        let mut reservations = self.reservations.lock();
         for worker in &entry.workers {
             let block_size = worker.entry.block_size_tokens as usize;
             let position = hashed.iter().position(|(size, ..)| *size == block_size).unwrap_or_else(|| {
@@ -338,7 +332,12 @@ impl RouterCore {
             });
             let overlap = hashed[position].2.iter().find(|overlap| overlap.source.worker.as_str() == worker.uid());
             let matched = overlap.map_or(0, |overlap| overlap.matched_blocks);
-            let cached = matched as usize * block_size;
+            known.push((overlap.cloned(), matched as usize * block_size));
+        }
+        // Hashing and looking up need no lock; only reading promises and making one must be a single step.
+        let mut considered = Vec::with_capacity(entry.workers.len());
+        let mut reservations = self.reservations.lock();
+        for (worker, (overlap, cached)) in entry.workers.iter().zip(known) {
             let target = TargetId { worker: worker.uid().into(), rank: Rank(0) };
             let load = worker.link.load(0).filter(|(_, age)| *age < LOAD_LIFETIME).map(|(load, _)| load);
             let promised =
@@ -361,7 +360,7 @@ impl RouterCore {
                 active_requests: active,
                 excluded,
             };
-            considered.push((candidate, overlap.cloned(), cached));
+            considered.push((candidate, overlap, cached));
         }
         let decision = decide(considered.iter().map(|(candidate, ..)| candidate.clone()).collect(), rand::random());
         let block_size = entry.workers.first().map_or(0, |worker| worker.entry.block_size_tokens);

@@ -40,6 +40,8 @@ pub struct Generation {
     text: Arc<ModelText>,
     traceparent: String,
     deadline: Instant,
+    /// Where it runs.
+    worker_uid: String,
     tried: Vec<String>,
     attempt: u32,
     stream: RequestStream,
@@ -86,8 +88,9 @@ impl RouterCore {
                 deadline,
             };
             match parts.start(&model, attempt, &tried).await {
-                Ok((stream, reserved)) => {
+                Ok((worker_uid, stream, reserved)) => {
                     return Ok(Generation {
+                        worker_uid,
                         core: Arc::clone(self),
                         request_id,
                         model,
@@ -108,8 +111,7 @@ impl RouterCore {
                         ended: false,
                     });
                 }
-                Err((error, Some(uid))) if attempt == 1 => {
-                    let _ = error;
+                Err((_, Some(uid))) if attempt == 1 => {
                     tried.push(uid);
                     attempt += 1;
                 }
@@ -139,7 +141,7 @@ impl Parts<'_> {
         model: &str,
         attempt: u32,
         tried: &[String],
-    ) -> Result<(RequestStream, Option<Reserved>), (KvistError, Option<String>)> {
+    ) -> Result<(String, RequestStream, Option<Reserved>), (KvistError, Option<String>)> {
         let cluster = self.core.cluster.load_full();
         let entry = Arc::clone(cluster.model(model).map_err(|error| (error, None))?);
         let input = DecisionInput {
@@ -180,7 +182,7 @@ impl Parts<'_> {
             ..EngineRequest::default()
         };
         match worker.link.start(engine_request).await {
-            Ok(stream) => Ok((stream, reserved)),
+            Ok(stream) => Ok((worker.uid().to_owned(), stream, reserved)),
             Err(error) => Err((error, Some(worker.uid().to_owned()))),
         }
     }
@@ -336,12 +338,7 @@ impl Generation {
         if !may || self.first_token.is_some() || self.attempt > 1 || Instant::now() >= self.deadline {
             return false;
         }
-        let last = self.core.records.get(&self.request_id).and_then(|mut records| records.pop());
-        let uid = last.and_then(|record| {
-            let chosen = record.chosen_candidate? as usize;
-            record.candidates.get(chosen).map(|candidate| candidate.worker_uid.clone())
-        });
-        self.tried.extend(uid);
+        self.tried.push(self.worker_uid.clone());
         self.core.records.complete(&self.request_id, error.code.name(), None, None);
         self.reserved = None;
         self.attempt += 1;
@@ -353,8 +350,10 @@ impl Generation {
             traceparent: &self.traceparent,
             deadline: self.deadline,
         };
-        let Ok((stream, reserved)) = parts.start(&self.model, self.attempt, &self.tried).await else { return false };
-        (self.stream, self.reserved) = (stream, reserved);
+        let Ok((worker_uid, stream, reserved)) = parts.start(&self.model, self.attempt, &self.tried).await else {
+            return false;
+        };
+        (self.worker_uid, self.stream, self.reserved) = (worker_uid, stream, reserved);
         true
     }
 
