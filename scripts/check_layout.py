@@ -20,14 +20,16 @@ ALLOWED: dict[str, set[str]] = {
     "blocks": set(),
     "index": {"blocks"},
     "ledger": {"blocks"},
-    "schedule": {"blocks"},
+    "schedule": {"blocks", "index"},
     "text": set(),
     "dialect": {"errors"},
-    "twin": {"ledger", "blocks"},
+    "twin": {"schedule", "ledger", "blocks"},
+    "telemetry": set(),
     "link": {"proto", "errors"},
-    "worker": {"proto", "errors", "blocks", "ledger", "twin", "link"},
-    "router": {"proto", "errors", "blocks", "index", "schedule", "text", "link"},
-    "edge": {"proto", "errors", "dialect", "router"},
+    "events": {"index", "ledger", "blocks", "proto", "errors", "telemetry"},
+    "worker": {"proto", "errors", "blocks", "ledger", "twin", "link", "telemetry"},
+    "router": {"proto", "errors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
+    "edge": {"proto", "errors", "dialect", "router", "telemetry"},
 }
 PURE = ("blocks", "index", "ledger", "schedule", "text", "dialect", "twin")
 IMPURE = re.compile(r"\b(std::(net|fs|process|env)\b|tokio::|SystemTime::now|Instant::now|thread::sleep|rand::rng\(\))")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import os
 import sys
+import sysconfig
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -23,6 +25,8 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 def generate(target: Path) -> None:
     """Writes all stubs below `target`."""
+    # The plugins lie beside this interpreter, whether its environment is activated or not.
+    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", "")))
     includes = resources.files("grpc_tools") / "_proto"
     files = sorted(str(path.relative_to(PROTO)) for path in PROTO.glob("kvist/**/*.proto"))
     code = protoc.main(

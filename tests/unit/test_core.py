@@ -1,12 +1,12 @@
 """The Rust core as Python sees it, against a plain Python oracle."""
 
-import ast
 import json
 from pathlib import Path
 
-import kvist
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvist import _core
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
@@ -33,7 +33,31 @@ def test_the_catalogue_is_documented() -> None:
     assert pages == {entry["code"] for entry in json.loads(_core.error_catalogue())}
 
 
-def test_the_stub_file_names_what_the_module_has() -> None:
-    stub = ast.parse((Path(kvist.__file__).parent / "_core.pyi").read_text())
-    named = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    assert named == {name for name in vars(_core) if not name.startswith("_")}
+@given(floor=st.integers(0, 2**63))
+def test_an_incarnation_is_above_its_floor(floor: int) -> None:
+    assert _core.new_incarnation(floor) > floor
+
+
+def test_a_block_of_no_tokens_is_refused() -> None:
+    with pytest.raises(_core.CoreError) as caught:
+        _core.block_hashes(1, "model", "", "", [1], 0)
+    assert caught.value.args[0] == "INVALID_ARGUMENT"
+
+
+def test_a_closed_runtime_takes_nothing() -> None:
+    runtime = _core.Runtime(1)
+    runtime.close()
+    runtime.close()
+    with pytest.raises(_core.CoreError) as caught:
+        _core.Relay(runtime, '{"nats_url": "nats://127.0.0.1:1", "cluster": "c"}')
+    assert caught.value.args[0] == "DRAINING"
+
+
+@pytest.mark.parametrize("settings", ["", "{}", '{"nats_url": "x", "cluster": "c", "typo": 1}'])
+def test_settings_of_the_core_are_checked(settings: str) -> None:
+    runtime = _core.Runtime(1)
+    for kind in (_core.Relay, _core.IndexService):
+        with pytest.raises(_core.CoreError) as caught:
+            kind(runtime, settings)
+        assert caught.value.args[0] == "INVALID_ARGUMENT"
+    runtime.close()

@@ -1,128 +1,138 @@
-//! The dialect's request as the router's, and the router's events as the dialect's.
+//! Requests of the OpenAI API as the router's input.
 
-use kvist_dialect::{FinishWord, GenerateInput, PromptForm, Structured, TokenLogprob, UsageNumbers};
-use kvist_proto::{
-    engine::v1::{
-        Choices, FinishReason, SamplingParameters, StopConditions, StructuredOutput, TokenIds, TokenLogprobs,
-        structured_output::Constraint,
-    },
-    router::v1::{Chat, ChatMessage, GenerateFinished, GenerateRequest, Prompt, prompt::Form},
+use kvist_dialect as dialect;
+use kvist_proto::engine::v1::{
+    Choices, SamplingParameters, StopConditions, StructuredOutput, structured_output::Constraint,
 };
-use kvist_router::Generation;
-use prost_types::{ListValue, Struct, Value, value::Kind};
+use kvist_router::{Chat, GenerateInput, Prompt, TokenLogprob};
+use prost_types::{ListValue, Struct, value::Kind};
+use serde_json::{Map, Value};
 
-pub(crate) fn request(input: GenerateInput, request_id: String) -> GenerateRequest {
-    let form = match input.prompt {
-        PromptForm::Text(text) => Form::Text(text),
-        PromptForm::Tokens(ids) => Form::Tokens(TokenIds { ids }),
-        PromptForm::Chat { messages, variables } => Form::Chat(Chat {
-            messages: messages.into_iter().map(message).collect(),
+/// What the edge itself needs of a request once the router has the rest.
+pub(crate) struct Form {
+    pub(crate) endpoint: dialect::Endpoint,
+    pub(crate) model: String,
+    pub(crate) choices: u32,
+    pub(crate) stream: bool,
+    pub(crate) include_usage: bool,
+    pub(crate) logprobs: bool,
+    /// The prompt that is repeated before the answer.
+    pub(crate) echo: Option<Prompt>,
+}
+
+/// Splits a parsed request.
+pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Form, GenerateInput) {
+    let prompt = match input.prompt {
+        dialect::PromptForm::Text(text) => Prompt::Text(text),
+        dialect::PromptForm::Tokens(ids) => Prompt::Tokens(ids),
+        dialect::PromptForm::Chat { messages, variables } => Prompt::Chat(Box::new(Chat {
+            messages,
             tools: Vec::new(),
-            template_variables: (!variables.is_empty()).then(|| structure(variables)),
-        }),
+            variables,
+            add_generation_prompt: true,
+            now_unix_seconds,
+        })),
     };
-    let sampling = input.sampling;
-    GenerateRequest {
-        model: input.model,
-        prompt: Some(Prompt { form: Some(form) }),
-        sampling: Some(SamplingParameters {
-            temperature: sampling.temperature,
-            top_p: sampling.top_p,
-            top_k: sampling.top_k,
-            min_p: sampling.min_p,
-            frequency_penalty: sampling.frequency_penalty,
-            presence_penalty: sampling.presence_penalty,
-            repetition_penalty: sampling.repetition_penalty,
-            seed: sampling.seed,
-            logit_bias: sampling.logit_bias.into_iter().collect(),
-            top_logprobs: input.logprobs.map(|logprobs| logprobs.top),
-            prompt_logprobs: None,
-            choices: Some(input.choices),
-        }),
-        stop: Some(StopConditions {
-            max_tokens: input.max_tokens,
-            min_tokens: input.min_tokens,
-            stop_token_ids: input.stop_token_ids,
-            ignore_eos: input.ignore_eos,
-        }),
+    let form = Form {
+        endpoint: input.endpoint,
+        model: input.model.clone(),
+        choices: input.choices,
+        stream: input.stream,
+        include_usage: input.include_usage,
+        logprobs: input.logprobs.is_some(),
+        echo: input.echo.then(|| prompt.clone()),
+    };
+    let sampling = SamplingParameters {
+        temperature: input.sampling.temperature,
+        top_p: input.sampling.top_p,
+        top_k: input.sampling.top_k,
+        min_p: input.sampling.min_p,
+        frequency_penalty: input.sampling.frequency_penalty,
+        presence_penalty: input.sampling.presence_penalty,
+        repetition_penalty: input.sampling.repetition_penalty,
+        seed: input.sampling.seed,
+        logit_bias: input.sampling.logit_bias.into_iter().collect(),
+        top_logprobs: input.logprobs.map(|logprobs| logprobs.top),
+        prompt_logprobs: None,
+        choices: (input.choices != 1).then_some(input.choices),
+    };
+    let stop = StopConditions {
+        max_tokens: input.max_tokens,
+        min_tokens: input.min_tokens,
+        stop_token_ids: input.stop_token_ids,
+        ignore_eos: input.ignore_eos,
+    };
+    let generate = GenerateInput {
+        sampling,
+        stop,
         stop_strings: input.stop,
         include_stop_string: input.include_stop_string,
-        structured_output: input.structured.map(|structured| StructuredOutput {
-            constraint: Some(match structured {
-                Structured::JsonObject => Constraint::JsonObject(true),
-                Structured::JsonSchema(schema) => Constraint::JsonSchema(schema),
-                Structured::Regex(regex) => Constraint::Regex(regex),
-                Structured::Grammar(grammar) => Constraint::Grammar(grammar),
-                Structured::Choice(texts) => Constraint::Choice(Choices { texts }),
-                Structured::StructuralTag(tag) => Constraint::StructuralTag(tag),
-            }),
-        }),
+        structured_output: input.structured.map(structured),
         cache_salt: input.cache_salt,
         priority: input.priority,
-        request_id,
-        engine_extras: (!input.extras.is_empty()).then(|| structure(input.extras)),
-        ..GenerateRequest::default()
-    }
-}
-
-fn message(value: serde_json::Value) -> ChatMessage {
-    let text = |name: &str| value.get(name).and_then(serde_json::Value::as_str).unwrap_or_default().to_owned();
-    let calls = value.get("tool_calls").and_then(serde_json::Value::as_array);
-    ChatMessage {
-        role: text("role"),
-        content: text("content"),
-        name: text("name"),
-        tool_call_id: text("tool_call_id"),
-        tool_calls: calls
-            .into_iter()
-            .flatten()
-            .filter_map(|call| call.as_object().map(|call| structure(call.clone())))
-            .collect(),
-    }
-}
-
-fn structure(map: serde_json::Map<String, serde_json::Value>) -> Struct {
-    Struct { fields: map.into_iter().map(|(key, value)| (key, protobuf_value(value))).collect() }
-}
-
-fn protobuf_value(value: serde_json::Value) -> Value {
-    let kind = match value {
-        serde_json::Value::Null => Kind::NullValue(0),
-        serde_json::Value::Bool(boolean) => Kind::BoolValue(boolean),
-        serde_json::Value::Number(number) => Kind::NumberValue(number.as_f64().unwrap_or_default()),
-        serde_json::Value::String(text) => Kind::StringValue(text),
-        serde_json::Value::Array(items) => {
-            Kind::ListValue(ListValue { values: items.into_iter().map(protobuf_value).collect() })
-        }
-        serde_json::Value::Object(map) => Kind::StructValue(structure(map)),
+        engine_extras: (!input.extras.is_empty()).then(|| to_struct(input.extras)),
+        ..GenerateInput::new(input.model, prompt)
     };
-    Value { kind: Some(kind) }
+    (form, generate)
 }
 
-pub(crate) fn logprobs(generation: &Generation, ids: &[u32], logprobs: &[TokenLogprobs]) -> Vec<TokenLogprob> {
-    let bytes = |id: u32| generation.text().token_bytes(id).to_vec();
-    ids.iter()
-        .zip(logprobs)
-        .map(|(id, logprobs)| TokenLogprob {
-            bytes: bytes(*id),
-            logprob: logprobs.logprob,
-            top: logprobs.top.iter().map(|top| (bytes(top.token_id), top.logprob)).collect(),
+fn structured(output: dialect::Structured) -> StructuredOutput {
+    let constraint = match output {
+        dialect::Structured::JsonObject => Constraint::JsonObject(true),
+        dialect::Structured::JsonSchema(schema) => Constraint::JsonSchema(schema),
+        dialect::Structured::Regex(regex) => Constraint::Regex(regex),
+        dialect::Structured::Grammar(grammar) => Constraint::Grammar(grammar),
+        dialect::Structured::Choice(texts) => Constraint::Choice(Choices { texts }),
+        dialect::Structured::StructuralTag(tag) => Constraint::StructuralTag(tag),
+    };
+    StructuredOutput { constraint: Some(constraint) }
+}
+
+/// A JSON object as a protobuf struct.
+fn to_struct(map: Map<String, Value>) -> Struct {
+    Struct { fields: map.into_iter().map(|(name, value)| (name, to_value(value))).collect() }
+}
+
+fn to_value(value: Value) -> prost_types::Value {
+    let kind = match value {
+        Value::Null => Kind::NullValue(0),
+        Value::Bool(truth) => Kind::BoolValue(truth),
+        Value::Number(number) => Kind::NumberValue(number.as_f64().unwrap_or_default()),
+        Value::String(text) => Kind::StringValue(text),
+        Value::Array(items) => Kind::ListValue(ListValue { values: items.into_iter().map(to_value).collect() }),
+        Value::Object(map) => Kind::StructValue(to_struct(map)),
+    };
+    prost_types::Value { kind: Some(kind) }
+}
+
+/// Log-probabilities as the API's writer takes them.
+pub(crate) fn logprobs(tokens: Vec<TokenLogprob>) -> Vec<dialect::TokenLogprob> {
+    tokens
+        .into_iter()
+        .map(|token| dialect::TokenLogprob {
+            bytes: token.bytes,
+            logprob: token.logprob,
+            top: token.top.into_iter().map(|(_, bytes, logprob)| (bytes, logprob)).collect(),
         })
         .collect()
 }
 
-pub(crate) fn finish_word(finished: &GenerateFinished) -> FinishWord {
-    match finished.choices.first().map(kvist_proto::router::v1::ChoiceFinish::reason) {
-        Some(FinishReason::Length) => FinishWord::Length,
-        _ => FinishWord::Stop,
-    }
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-pub(crate) fn usage(finished: &GenerateFinished) -> UsageNumbers {
-    let usage = finished.usage.unwrap_or_default();
-    UsageNumbers {
-        prompt_tokens: usage.prompt_tokens,
-        completion_tokens: usage.completion_tokens,
-        cached_tokens: usage.cached_tokens,
+    #[test]
+    fn what_the_client_asked_reaches_the_router() {
+        let body = br#"{"model":"m","messages":[{"role":"user","content":"hi"}],"temperature":0.5,"n":2,"max_tokens":7,
+            "stop":"x","logprobs":true,"top_logprobs":2,"custom":{"a":[1,null]},"stream":true,"priority":-1}"#;
+        let (form, input) = split(dialect::parse_chat_completion(body).unwrap(), 0);
+        assert_eq!((2, true, true), (form.choices, form.stream, form.logprobs));
+        assert_eq!(
+            (Some(0.5), Some(2), Some(2)),
+            (input.sampling.temperature, input.sampling.choices, input.sampling.top_logprobs)
+        );
+        assert_eq!((Some(7), vec!["x".to_owned()], -1), (input.stop.max_tokens, input.stop_strings, input.priority));
+        let extras = input.engine_extras.unwrap();
+        assert!(matches!(extras.fields["custom"].kind, Some(Kind::StructValue(_))));
     }
 }

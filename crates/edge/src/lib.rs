@@ -1,8 +1,14 @@
-//! The HTTP server over the same core as the gRPC service, and the router's process around both.
+//! The HTTP server over the same Generate trait as the gRPC service.
+//!
+//! Bytes in, bytes out: a request is parsed by `kvist_dialect` and handed to a [`kvist_router::Generate`]; the answer's
+//! events are written straight into the frames that the connection sends. [`RouterProcess`] is the whole router.
 
+mod answer;
+mod body;
 mod convert;
-mod http;
 mod process;
+mod routes;
+mod server;
 
-pub use http::{EdgeSettings, http_routes};
-pub use process::{RouterAddresses, RouterProcess, RouterProcessSettings};
+pub use process::{RouterAddresses, RouterProcess};
+pub use server::{EdgeServer, EdgeSettings};

@@ -1,112 +1,132 @@
-//! The router's process in Rust: both servers over one core.
+//! A whole router: HTTP edge, gRPC server and admin port over one core.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use kvist_errors::{Code, KvistError};
-use kvist_router::{RouterCore, RouterSettings, grpc_routes};
-use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
-use tokio_stream::wrappers::TcpListenerStream;
-use tonic::transport::Server;
+use kvist_router::{ApiKeys, GrpcServer, Router, RouterCore, RouterSettings, RouterStatus, maintain};
+use kvist_telemetry::{AdminServer, Metrics, ReadyFlag};
+use serde::Serialize;
+use tokio::runtime::Handle;
+use tokio_util::task::AbortOnDropHandle;
 
-use crate::http::{EdgeSettings, http_routes};
+use crate::server::{EdgeServer, EdgeSettings};
 
-/// What a router is told at its start.
-#[derive(Clone, Debug)]
-pub struct RouterProcessSettings {
-    /// The core's part.
-    pub router: RouterSettings,
-    /// `host:port` of the HTTP edge; port 0 takes a free one.
-    pub http_listen: String,
-    /// `host:port` of the gRPC server; port 0 takes a free one.
-    pub grpc_listen: String,
-    /// Largest body of the edge.
-    pub body_limit_bytes: usize,
-}
+/// Time for connections to carry out the last events when the process stops.
+const CLOSING_TIME: Duration = Duration::from_secs(2);
 
-/// Where a router listens, as `host:port`.
-#[derive(Clone, Debug)]
+/// Where a router listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct RouterAddresses {
-    /// The HTTP edge.
-    pub http: String,
-    /// The gRPC server.
-    pub grpc: String,
+    /// OpenAI's API.
+    pub http_address: SocketAddr,
+    /// `kvist.router.v1`.
+    pub grpc_address: SocketAddr,
+    /// Metrics and health.
+    pub admin_address: SocketAddr,
 }
 
 /// A running router.
 #[derive(Debug)]
 pub struct RouterProcess {
+    handle: Handle,
     core: Arc<RouterCore>,
     addresses: RouterAddresses,
-    stop: watch::Sender<bool>,
-    tasks: Vec<JoinHandle<()>>,
+    edge: EdgeServer,
+    grpc: GrpcServer,
+    admin: AdminServer,
+    _maintaining: AbortOnDropHandle<()>,
 }
 
 impl RouterProcess {
-    /// Listens on both addresses.
+    /// Listens on all three ports and waits for the first cluster state.
     ///
     /// # Errors
-    /// An address cannot be listened on; the error names the setting.
-    pub async fn start(settings: RouterProcessSettings) -> Result<Self, KvistError> {
-        let core = RouterCore::new(settings.router);
-        let http = listen("http_listen", &settings.http_listen).await?;
-        let grpc = listen("grpc_listen", &settings.grpc_listen).await?;
-        let address =
-            |listener: &TcpListener| listener.local_addr().map(|address| address.to_string()).unwrap_or_default();
-        let addresses = RouterAddresses { http: address(&http), grpc: address(&grpc) };
-        let (stop, stopped) = watch::channel(false);
-        let until = |mut stopped: watch::Receiver<bool>| async move {
-            let _ = stopped.wait_for(|stop| *stop).await;
+    /// An address cannot be listened on, or the API key file is wrong.
+    pub async fn start(settings: RouterSettings) -> Result<Self, KvistError> {
+        Self::start_with(settings, Metrics::new()).await
+    }
+
+    /// The same with a registry that other parts of the process share.
+    ///
+    /// # Errors
+    /// As for [`RouterProcess::start`].
+    pub async fn start_with(settings: RouterSettings, metrics: Metrics) -> Result<Self, KvistError> {
+        let ready = ReadyFlag::new("waiting for the first cluster state");
+        let keys = Arc::new(ApiKeys::load(settings.api_keys_file.clone())?);
+        let core = RouterCore::new(&settings, &metrics, ready.clone());
+        let cannot_listen = |field: &'static str| {
+            move |error: std::io::Error| {
+                KvistError::field(Code::InvalidArgument, field, format!("cannot be listened on: {error}"))
+            }
         };
-        let edge = EdgeSettings { body_limit_bytes: settings.body_limit_bytes };
-        let routes = http_routes(Arc::clone(&core), edge);
-        let http_until = until(stopped.clone());
-        let http_task = tokio::spawn(async move {
-            use axum::serve::ListenerExt as _;
-            let listener = http.tap_io(|stream| {
-                let _ = stream.set_nodelay(true);
-            });
-            let _ = axum::serve(listener, routes).with_graceful_shutdown(http_until).await;
-        });
-        let routes = grpc_routes(Arc::clone(&core)).await?;
-        let grpc_until = until(stopped);
-        let grpc_task = tokio::spawn(async move {
-            let server = Server::builder()
-                .tcp_nodelay(true)
-                .http2_keepalive_interval(Some(Duration::from_secs(15)))
-                .http2_keepalive_timeout(Some(Duration::from_secs(10)))
-                .add_routes(routes);
-            let _ = server.serve_with_incoming_shutdown(TcpListenerStream::new(grpc), grpc_until).await;
-        });
-        Ok(Self { core, addresses, stop, tasks: vec![http_task, grpc_task] })
+        let admin_listen: SocketAddr = settings.admin_listen.parse().map_err(|_| {
+            KvistError::field(Code::InvalidArgument, "admin_listen", "must be an IP address and a port")
+        })?;
+        let admin =
+            AdminServer::start(admin_listen, metrics, ready.clone()).await.map_err(cannot_listen("admin_listen"))?;
+        let grpc = GrpcServer::start(&settings.grpc_listen, Arc::clone(&core), Arc::clone(&keys))
+            .await
+            .map_err(cannot_listen("grpc_listen"))?;
+        let edge_settings = EdgeSettings {
+            listen: settings.http_listen,
+            body_limit_bytes: settings.body_limit_bytes,
+            keep_alive_interval: Duration::from_millis(settings.keep_alive_interval_ms),
+        };
+        let generate = Arc::new(Router(Arc::clone(&core)));
+        let edge = EdgeServer::start(&edge_settings, generate, Arc::clone(&keys), ready)
+            .await
+            .map_err(cannot_listen("http_listen"))?;
+        let addresses = RouterAddresses {
+            http_address: edge.address(),
+            grpc_address: grpc.address(),
+            admin_address: admin.address(),
+        };
+        let maintaining = AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&core), keys)));
+        Ok(Self { handle: Handle::current(), core, addresses, edge, grpc, admin, _maintaining: maintaining })
     }
 
     /// Where it listens.
     #[must_use]
-    pub fn addresses(&self) -> &RouterAddresses {
-        &self.addresses
+    pub fn addresses(&self) -> RouterAddresses {
+        self.addresses
     }
 
-    /// The core.
+    /// The router behind the sockets.
     #[must_use]
     pub fn core(&self) -> &Arc<RouterCore> {
         &self.core
     }
 
-    /// Takes no new connections, lets running requests end until the limit, then cuts them: a cut stream ends without
-    /// an end mark, so no client takes it for whole.
-    pub async fn stop(self, limit: Duration) {
-        let _ = self.stop.send(true);
-        let deadline = tokio::time::Instant::now() + limit;
-        for mut task in self.tasks {
-            if tokio::time::timeout_at(deadline, &mut task).await.is_err() {
-                task.abort();
-            }
-        }
+    /// Takes up an encoded `ClusterState`; false when it is no newer than the present one. May be called from any
+    /// thread.
+    ///
+    /// # Errors
+    /// The state is invalid; the present one stays.
+    pub fn apply_cluster_state(&self, state: &[u8]) -> Result<bool, KvistError> {
+        let _in_runtime = self.handle.enter();
+        self.core.apply_cluster_state(state)
     }
-}
 
-async fn listen(setting: &str, address: &str) -> Result<TcpListener, KvistError> {
-    let wrong = |why: String| KvistError::field(Code::InvalidArgument, setting, why);
-    let parsed: SocketAddr = address.parse().map_err(|_| wrong("must be host:port with a numeric host".to_owned()))?;
-    TcpListener::bind(parsed).await.map_err(|error| wrong(format!("cannot listen on {parsed}: {error}")))
+    /// Notes whether a controller can be reached.
+    pub fn set_control_plane_connected(&self, connected: bool) {
+        self.core.set_control_plane_connected(connected);
+    }
+
+    /// Numbers for people and supervisors.
+    #[must_use]
+    pub fn status(&self) -> RouterStatus {
+        self.core.status()
+    }
+
+    /// Takes nothing new, and waits until what runs has ended or the time is over. True when nothing runs any more.
+    pub async fn drain(&self, time_limit: Duration) -> bool {
+        self.core.drain(time_limit).await
+    }
+
+    /// Ends everything: streams that run end with an error event, never with an end mark.
+    pub async fn stop(mut self) {
+        self.core.stop();
+        tokio::join!(self.edge.stop(CLOSING_TIME), self.grpc.stop(CLOSING_TIME));
+        self.admin.stop();
+    }
 }

@@ -1,23 +1,26 @@
-//! Both ends of `EngineService.Connect`: frames, side streams, load, aborts.
+//! Both ends of Connect: frames, side streams, load, aborts.
 //!
-//! One stream for each (router, worker) carries all requests. A writer sends everything at hand in one frame and never
-//! waits for more; a reader always reads, and a request whose consumer is slow fills its own bounded buffer and fails
-//! alone. Loss of the stream ends all its requests at both ends.
+//! One stream for each (router, worker), not for each request: whenever a writer is ready it sends one frame with
+//! everything at hand, so the cost of a token falls as load rises. [`WorkerLink`] is the router's end, [`LinkServer`]
+//! the worker's. There is no resume: loss of the stream ends all its requests at both ends.
 
-mod outbox;
-mod request;
-mod router_end;
-mod worker_end;
+mod buffer;
+mod failure;
+mod frame;
+mod router;
+mod server;
+mod slot;
+mod stores;
+mod wake;
 
-pub use request::{LinkEvent, RequestStream};
-pub use router_end::{LinkSettings, LinkState, WorkerLink};
-pub use worker_end::{Acceptor, LoadListener, Outbound, StreamSink, serve};
+pub use buffer::{EventReceiver, EventSender, event_buffer};
+pub use failure::{error_from_failed, failed_from_error};
+pub use frame::FRAME_LIMIT_BYTES;
+pub use router::{LinkSettings, LinkState, RequestStream, TimedLoad, WorkerLink};
+pub use server::{ConnectFrames, LinkServer, LinkServerSettings, RequestAcceptor, RequestOutput};
+pub use slot::{Overflow, RequestEvent};
+pub use stores::{PromptStore, ResultStore};
+pub use wake::WakeBatch;
 
-/// Largest frame, encoded. A larger prompt travels by `PutPrompt`.
-pub const FRAME_BYTES: usize = 64 * 1024;
-
-/// Prompts of more tokens than this travel by `PutPrompt`: at five bytes a token at most, the rest fits a frame.
-pub const INLINE_PROMPT_TOKENS: usize = 12_000;
-
-/// Tokens in one message of `PutPrompt`.
-pub const PROMPT_CHUNK_TOKENS: usize = 100_000;
+/// Largest message either end takes; frames are far smaller, this bounds a fault.
+pub const MESSAGE_LIMIT_BYTES: usize = 64 * 1024 * 1024;

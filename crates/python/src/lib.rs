@@ -1,47 +1,39 @@
 //! The only PyO3 crate: converts and forwards, decides nothing.
 
-mod errors;
-mod router;
+mod engine;
+mod engine_host;
+mod failure;
+mod index_service;
+mod pure;
+mod relay;
+mod router_server;
 mod runtime;
-mod worker;
+mod telemetry;
+mod text;
+mod worker_server;
 
-use kvist_blocks::{HashSeed, Namespace};
 use pyo3::prelude::*;
-
-/// Kvist's block hashes of the whole blocks of a prompt.
-#[pyfunction]
-fn block_hashes(
-    hash_seed: u64,
-    namespace: &str,
-    adapter: &str,
-    cache_salt: &str,
-    tokens: Vec<u32>,
-    block_size_tokens: usize,
-) -> Vec<u64> {
-    let root = Namespace::new(namespace, adapter, cache_salt).root(HashSeed(hash_seed));
-    kvist_blocks::block_hashes(root, &tokens, block_size_tokens).into_iter().map(|hash| hash.0).collect()
-}
-
-/// Blocks of a prompt that a cache can serve.
-#[pyfunction]
-fn usable_blocks(prompt_tokens: usize, block_size_tokens: usize) -> usize {
-    kvist_blocks::usable_blocks(prompt_tokens, block_size_tokens)
-}
-
-/// The error catalogue as JSON text.
-#[pyfunction]
-fn error_catalogue() -> String {
-    serde_json::to_string(&kvist_errors::catalogue()).unwrap_or_default()
-}
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add_function(wrap_pyfunction!(block_hashes, module)?)?;
-    module.add_function(wrap_pyfunction!(usable_blocks, module)?)?;
-    module.add_function(wrap_pyfunction!(error_catalogue, module)?)?;
-    module.add("CoreError", module.py().get_type::<errors::CoreError>())?;
+    module.add("CoreError", module.py().get_type::<failure::CoreError>())?;
+    module.add_class::<engine_host::Host>()?;
+    module.add_class::<engine_host::Sink>()?;
+    module.add_class::<index_service::IndexService>()?;
+    module.add_class::<relay::Relay>()?;
+    module.add_class::<router_server::RouterServer>()?;
     module.add_class::<runtime::Runtime>()?;
-    module.add_class::<router::RouterServer>()?;
-    module.add_class::<worker::WorkerServer>()
+    module.add_class::<text::ModelText>()?;
+    module.add_class::<worker_server::WorkerServer>()?;
+    module.add_function(wrap_pyfunction!(pure::block_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::digest_hex, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::error_catalogue, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::new_incarnation, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::usable_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(telemetry::init_telemetry, module)?)?;
+    module.add_function(wrap_pyfunction!(telemetry::shutdown_telemetry, module)?)?;
+    let close_all = wrap_pyfunction!(runtime::close_all, module)?;
+    module.py().import("atexit")?.call_method1("register", (close_all,))?;
+    Ok(())
 }

@@ -1,99 +1,208 @@
-//! The cluster as the router knows it: models and their targets.
+//! The cluster state as the router uses it: one immutable view, swapped whole.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::Arc,
+};
 
-use kvist_blocks::{HashSeed, Incarnation, Namespace};
+use kvist_blocks::{HashSeed, Incarnation, WorkerUid};
 use kvist_errors::{Code, KvistError};
-use kvist_link::WorkerLink;
+use kvist_link::{LinkSettings, WorkerLink};
 use kvist_proto::controller::v1::{ClusterState, Model, WorkerEntry};
 use kvist_text::ModelText;
-use parking_lot::RwLock;
+use prost::Message as _;
 
-use crate::follow::Follower;
+use crate::{
+    target::{WorkerConnection, WorkerNode},
+    text::{TextCache, TextPool},
+};
 
-/// One worker with its connection. Kept as long as UID, address and incarnation stay the same.
-#[derive(Debug)]
-pub(crate) struct Worker {
-    pub(crate) entry: WorkerEntry,
-    pub(crate) link: Arc<WorkerLink>,
-    /// Keeps the index fed; ends with the last description of this process.
-    pub(crate) follower: Arc<Follower>,
+/// Place of a state in history; a greater epoch is newer whatever the revision.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct StateVersion {
+    /// Made when the store is made or restored.
+    pub store_epoch: u64,
+    /// Revision of the store.
+    pub revision: u64,
 }
 
-impl Worker {
-    pub(crate) fn uid(&self) -> &str {
-        self.entry.target.as_ref().map_or("", |target| target.worker_uid.as_str())
-    }
-
-    pub(crate) fn address(&self) -> &str {
-        self.entry.target.as_ref().map_or("", |target| target.address.as_str())
-    }
-
-    pub(crate) fn incarnation(&self) -> Incarnation {
-        Incarnation(self.entry.incarnation)
-    }
-
-    pub(crate) fn namespace(&self, adapter: &str, cache_salt: &str) -> Namespace {
-        let pool = if self.entry.namespace.is_empty() { &self.entry.model } else { &self.entry.namespace };
-        Namespace::new(pool, adapter, cache_salt)
-    }
-}
-
-/// One model with its targets.
+/// One model and the workers that serve it.
 #[derive(Debug)]
-pub(crate) struct ModelEntry {
+pub(crate) struct ModelView {
+    pub(crate) name: Arc<str>,
     pub(crate) model: Model,
-    pub(crate) workers: Vec<Arc<Worker>>,
-    /// Filled in once a worker has answered; loading takes CPU seconds, so never on a request's path.
-    pub(crate) text: Arc<RwLock<Option<Arc<ModelText>>>>,
+    pub(crate) workers: Vec<Arc<WorkerNode>>,
 }
 
-/// One version of the cluster.
+impl ModelView {
+    /// The text by which requests are tokenized: that of the pools' present revision where one is loaded.
+    pub(crate) fn text(&self) -> Option<Arc<ModelText>> {
+        let is_present = |node: &&Arc<WorkerNode>| {
+            self.model
+                .pools
+                .iter()
+                .any(|pool| pool.uid == node.target.pool_uid && pool.revision == node.target.pool_revision)
+        };
+        let usable = |node: &&Arc<WorkerNode>| node.excluded().is_none();
+        let candidates = || self.workers.iter();
+        candidates()
+            .filter(is_present)
+            .filter(usable)
+            .find_map(|node| node.text())
+            .or_else(|| candidates().filter(usable).find_map(|node| node.text()))
+            .or_else(|| candidates().find_map(|node| node.text()))
+    }
+
+    /// Longest context of the workers that take requests, in tokens; 0 while none does.
+    pub(crate) fn context_tokens(&self) -> u32 {
+        let contexts =
+            self.workers.iter().filter(|node| node.excluded().is_none()).filter_map(|node| node.description());
+        contexts.filter_map(|description| description.limits.map(|limits| limits.context_tokens)).max().unwrap_or(0)
+    }
+
+    /// Targets that take requests.
+    pub(crate) fn ready_targets(&self) -> u32 {
+        self.workers.iter().filter(|node| node.excluded().is_none()).map(|node| node.ranks()).sum()
+    }
+}
+
+/// Everything a request needs to know of the cluster.
 #[derive(Debug, Default)]
-pub(crate) struct Cluster {
-    /// (store epoch, revision).
-    pub(crate) version: (u64, u64),
+pub(crate) struct ClusterView {
+    pub(crate) version: StateVersion,
+    pub(crate) cluster: String,
     pub(crate) hash_seed: u64,
-    /// By name and by alias.
-    pub(crate) models: HashMap<String, Arc<ModelEntry>>,
+    /// By name and alias.
+    pub(crate) models: HashMap<String, Arc<ModelView>>,
+    pub(crate) workers: BTreeMap<WorkerUid, Arc<WorkerNode>>,
+    /// Deaths that were announced.
+    pub(crate) dead: Vec<(WorkerUid, Incarnation)>,
 }
 
-impl Cluster {
+impl ClusterView {
     pub(crate) fn seed(&self) -> HashSeed {
         HashSeed(self.hash_seed)
     }
 
-    pub(crate) fn model(&self, name: &str) -> Result<&Arc<ModelEntry>, KvistError> {
-        self.models
-            .get(name)
-            .filter(|entry| !entry.model.deleting)
-            .ok_or_else(|| KvistError::field(Code::UnknownModel, "model", format!("there is no model `{name}`")))
+    /// The models once each, by name.
+    pub(crate) fn models_by_name(&self) -> Vec<&Arc<ModelView>> {
+        let mut models: Vec<&Arc<ModelView>> =
+            self.models.iter().filter(|(name, model)| **name == *model.name).map(|(_, model)| model).collect();
+        models.sort_by(|left, right| left.name.cmp(&right.name));
+        models
     }
 }
 
-/// Checks a state before anything of it is used.
-pub(crate) fn validate(state: &ClusterState) -> Result<(u64, u64), KvistError> {
-    let version = state
-        .version
-        .as_ref()
-        .map(|version| (version.store_epoch, version.revision))
-        .ok_or_else(|| KvistError::field(Code::InvalidArgument, "version", "is missing"))?;
-    for (position, worker) in state.workers.iter().enumerate() {
-        let path = |field: &str| format!("workers[{position}].{field}");
-        let target = worker
-            .target
-            .as_ref()
-            .ok_or_else(|| KvistError::field(Code::InvalidArgument, path("target"), "is missing"))?;
-        for (field, value) in
-            [("target.worker_uid", &target.worker_uid), ("target.address", &target.address), ("model", &worker.model)]
-        {
-            if value.is_empty() {
-                return Err(KvistError::field(Code::InvalidArgument, path(field), "is missing"));
+/// Reads and checks an encoded state.
+pub(crate) fn decode_state(bytes: &[u8]) -> Result<ClusterState, KvistError> {
+    let wrong = |field: String, why: &str| Err(KvistError::field(Code::InvalidArgument, field, why));
+    let state = ClusterState::decode(bytes).map_err(|error| {
+        KvistError::new(Code::InvalidArgument, format!("the cluster state cannot be read: {error}"))
+    })?;
+    if state.version.is_none() {
+        return wrong("version".to_owned(), "is missing");
+    }
+    if state.cluster.is_empty() {
+        return wrong("cluster".to_owned(), "is missing");
+    }
+    let mut names = HashSet::new();
+    for (position, model) in state.models.iter().enumerate() {
+        if model.name.is_empty() {
+            return wrong(format!("models[{position}].name"), "is missing");
+        }
+        for name in std::iter::once(&model.name).chain(&model.aliases) {
+            if !names.insert(name.as_str()) {
+                return wrong(format!("models[{position}]"), "has a name that another model has");
             }
         }
-        if worker.block_size_tokens == 0 {
-            return Err(KvistError::field(Code::InvalidArgument, path("block_size_tokens"), "must be above 0"));
+    }
+    let mut uids = HashSet::new();
+    for (position, entry) in state.workers.iter().enumerate() {
+        let target = entry.target.as_ref();
+        let uid = target.map_or("", |target| target.worker_uid.as_str());
+        if uid.is_empty() || !uids.insert(uid) {
+            return wrong(format!("workers[{position}].target.worker_uid"), "is missing or there twice");
+        }
+        if target.is_none_or(|target| target.address.is_empty()) {
+            return wrong(format!("workers[{position}].target.address"), "is missing");
         }
     }
-    Ok(version)
+    Ok(state)
+}
+
+pub(crate) fn version_of(state: &ClusterState) -> StateVersion {
+    let version = state.version.unwrap_or_default();
+    StateVersion { store_epoch: version.store_epoch, revision: version.revision }
+}
+
+/// What connections are made with.
+pub(crate) struct Connector {
+    pub(crate) link_settings: LinkSettings,
+    pub(crate) texts: Arc<TextCache>,
+    pub(crate) pool: Arc<TextPool>,
+}
+
+impl Connector {
+    /// The view of a state. Connections of workers that stayed (UID, incarnation, address) are kept; workers of models
+    /// that are not in the state are dropped. Called within a runtime.
+    pub(crate) fn view(&self, state: ClusterState, old: &ClusterView) -> Result<ClusterView, KvistError> {
+        let mut nodes: BTreeMap<WorkerUid, Arc<WorkerNode>> = BTreeMap::new();
+        let known: HashSet<&str> = state.models.iter().map(|model| model.name.as_str()).collect();
+        let dead: Vec<(WorkerUid, Incarnation)> = state
+            .dead_incarnations
+            .iter()
+            .map(|dead| (WorkerUid::from(dead.worker_uid.as_str()), Incarnation(dead.incarnation)))
+            .collect();
+        for entry in &state.workers {
+            let Some(target) = entry.target.clone() else { continue };
+            let mut entry = entry.clone();
+            if entry.namespace.is_empty() {
+                entry.namespace.clone_from(&entry.model);
+            }
+            let entry = &entry;
+            let uid = WorkerUid::from(target.worker_uid.as_str());
+            let is_dead = dead.iter().any(|(worker, up_to)| *worker == uid && entry.incarnation <= up_to.0);
+            if !known.contains(entry.model.as_str()) || is_dead {
+                tracing::warn!(worker = %uid, model = %entry.model, is_dead, "worker of the cluster state left out");
+                continue;
+            }
+            let connection = if WorkerNode::is_linkable(&target) {
+                Some(match reusable(old, &uid, entry, state.hash_seed) {
+                    Some(connection) => connection,
+                    None => {
+                        let link = WorkerLink::connect(&target.address, self.link_settings.clone())?;
+                        WorkerConnection::new(link, entry, state.hash_seed, &self.texts, &self.pool)
+                    }
+                })
+            } else {
+                None
+            };
+            let incarnation = Incarnation(entry.incarnation);
+            let node = WorkerNode { uid: uid.clone(), incarnation, entry: entry.clone(), target, connection };
+            nodes.insert(uid, Arc::new(node));
+        }
+        let mut models = HashMap::new();
+        let version = version_of(&state);
+        for model in state.models {
+            let workers = nodes.values().filter(|node| node.entry.model == model.name).cloned().collect();
+            let view = Arc::new(ModelView { name: model.name.as_str().into(), model, workers });
+            for name in std::iter::once(&view.model.name).chain(&view.model.aliases) {
+                models.insert(name.clone(), Arc::clone(&view));
+            }
+        }
+        Ok(ClusterView { version, cluster: state.cluster, hash_seed: state.hash_seed, models, workers: nodes, dead })
+    }
+}
+
+/// The connection of the same start of the same worker; none when anything that was checked over it has changed.
+fn reusable(old: &ClusterView, uid: &WorkerUid, entry: &WorkerEntry, hash_seed: u64) -> Option<Arc<WorkerConnection>> {
+    let node = old.workers.get(uid)?;
+    let address = |entry: &WorkerEntry| entry.target.as_ref().map(|target| target.address.clone());
+    let same = old.hash_seed == hash_seed
+        && node.entry.incarnation == entry.incarnation
+        && address(&node.entry) == address(entry)
+        && node.entry.model == entry.model
+        && node.entry.block_size_tokens == entry.block_size_tokens
+        && node.entry.namespace == entry.namespace;
+    if same { node.connection.clone() } else { None }
 }

@@ -1,520 +1,576 @@
-//! What the router knows, and how it decides.
+//! The router: cluster state in, requests to targets.
 
 use std::{
-    collections::{HashMap, HashSet},
+    fmt,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use arc_swap::ArcSwap;
-use kvist_blocks::{BlockHash, Incarnation, Rank, block_hashes, usable_blocks};
+use arc_swap::{ArcSwap, ArcSwapOption};
+use futures::future::BoxFuture;
 use kvist_errors::{Code, KvistError};
-use kvist_index::{Index, IndexSettings, Overlap};
-use kvist_link::{LinkSettings, LinkState, WorkerLink};
-use kvist_proto::{
-    controller::v1::{ClusterState, WorkerEntry},
-    engine::v1::{GetTokenizerRequest, engine_service_client::EngineServiceClient, get_tokenizer_response},
-    events::v1::{Candidate as RecordCandidate, DecisionRecord, TierMatch},
-    router::v1::{Prompt, prompt::Form},
-};
-use kvist_schedule::{Candidate, POLICY_LEAST_TOKENS, ReservationId, Reservations, TargetId, decide};
-use kvist_text::{Chat, ModelText, TextError, TextHeader};
-use parking_lot::{Mutex, RwLock};
-use prost::Message as _;
-use tokio::sync::{Semaphore, watch};
+use kvist_index::{Index, IndexSettings};
+use kvist_link::LinkSettings;
+use kvist_proto::{engine::v1::EngineRequest, router::v1::ModelSummary};
+use kvist_telemetry::{Metrics, ReadyFlag};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
-    cluster::{Cluster, ModelEntry, Worker, validate},
-    convert,
-    follow::{Follower, now_unix_nanos, source_key},
-    record::Records,
+    answer::{Answer, AnswerSettings},
+    cluster::{ClusterView, Connector, ModelView, StateVersion, decode_state, version_of},
+    explain::Explanations,
+    feed::FeedKeeper,
+    follow::Followers,
+    generate::{EventStream, Generate, GenerateInput, Prompt, RequestContext},
+    leases::Leases,
+    life::{Life, fingerprint},
+    metrics::RouterMetrics,
+    quarantine::Quarantine,
+    record::RequestRecord,
+    select::{Demand, Needs, Selector, to_u32},
+    settings::RouterSettings,
+    text::{TextCache, TextPool},
 };
 
-/// Texts longer than this are rendered and encoded on the bounded pool, so that they never stall streams.
-const INLINE_TEXT_BYTES: usize = 4096;
-/// A report older than this says nothing about the present.
-const LOAD_LIFETIME: Duration = Duration::from_secs(5);
+/// Longest id that a caller may give.
+const LONGEST_REQUEST_ID: usize = 128;
 
-/// How a router is.
-#[derive(Clone, Debug)]
-pub struct RouterSettings {
-    /// Unique in the cluster; part of each request id.
-    pub name: String,
-    /// Most bytes of the index.
-    pub index_byte_budget: u64,
-    /// Deadline of a request whose client gave none.
-    pub default_deadline: Duration,
-    /// Threads that may render and encode long texts at once.
-    pub text_threads: usize,
-}
-
-impl RouterSettings {
-    /// The usual settings.
-    #[must_use]
-    pub fn new(name: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            index_byte_budget: 1 << 30,
-            default_deadline: Duration::from_secs(600),
-            text_threads: 2,
-        }
-    }
-}
-
-/// The router's knowledge and its decisions.
-#[derive(Debug)]
+/// The router without its sockets.
 pub struct RouterCore {
-    pub(crate) settings: RouterSettings,
-    pub(crate) cluster: ArcSwap<Cluster>,
-    /// One state is taken in at a time.
+    name: String,
+    default_deadline: Duration,
+    view: ArcSwap<ClusterView>,
+    has_state: AtomicBool,
     applying: Mutex<()>,
-    pub(crate) index: Arc<Index>,
-    pub(crate) reservations: Mutex<Reservations>,
-    pub(crate) leases: Mutex<HashMap<String, (ReservationId, Instant)>>,
-    pub(crate) records: Records,
-    text_pool: Arc<Semaphore>,
+    connector: Connector,
+    pool: Arc<TextPool>,
+    feed: ArcSwapOption<Feed>,
+    active: AtomicUsize,
+    idle: Notify,
+    draining: AtomicBool,
+    control_plane_connected: AtomicBool,
+    id_prefix: String,
     next_request: AtomicU64,
-    /// Separates the request ids of two lives of one router.
-    life: u64,
-    pub(crate) ready: watch::Sender<bool>,
+    pub(crate) selector: Selector,
+    pub(crate) explanations: Explanations,
+    pub(crate) quarantine: Quarantine,
+    pub(crate) leases: Leases,
+    pub(crate) metrics: RouterMetrics,
+    pub(crate) stopped: CancellationToken,
+    ready: ReadyFlag,
+    serving: watch::Sender<bool>,
 }
 
-/// A reservation that ends with its holder, whatever way that goes.
+impl fmt::Debug for RouterCore {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("RouterCore").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Where the index learns of caches.
 #[derive(Debug)]
-pub(crate) struct Reserved {
-    core: Arc<RouterCore>,
-    pub(crate) id: ReservationId,
+enum Feed {
+    Bus(FeedKeeper),
+    Direct(Followers),
 }
 
-impl Reserved {
-    /// The prompt has been computed: only what is still to be generated stays promised.
-    pub(crate) fn prompt_done(&self, rest_tokens: u64) {
-        self.core.reservations.lock().reduce(self.id, rest_tokens);
-    }
-
-    /// Hands the reservation over to a lease.
-    pub(crate) fn into_id(self) -> ReservationId {
-        let id = self.id;
-        std::mem::forget(self);
-        id
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        self.core.reservations.lock().release(self.id);
-    }
-}
-
-/// A prompt as token ids, with what routing needs of it.
-#[derive(Clone, Debug)]
-pub(crate) struct Tokenized {
-    pub(crate) ids: Vec<u32>,
-    pub(crate) text: Arc<ModelText>,
-}
-
-/// The chosen worker, and the promise made to it.
-#[derive(Debug)]
-pub(crate) struct Chosen {
-    pub(crate) worker: Arc<Worker>,
-    pub(crate) reserved: Option<Reserved>,
-    pub(crate) expected_cached_tokens: u32,
-    pub(crate) record: DecisionRecord,
-}
-
-/// What a decision is about.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DecisionInput<'a> {
-    pub(crate) request_id: &'a str,
-    pub(crate) ids: &'a [u32],
-    pub(crate) adapter: &'a str,
-    pub(crate) cache_salt: &'a str,
-    pub(crate) attempt: u32,
-    pub(crate) reserve: bool,
+/// Numbers of a router for people and supervisors.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct RouterStatus {
+    /// Name of the router.
+    pub name: String,
+    /// Why it takes no requests; none when it does.
+    pub not_ready_reason: Option<String>,
+    /// Place of the cluster state: store epoch and revision.
+    pub cluster_version: (u64, u64),
+    /// Whether a controller can be reached.
+    pub control_plane_connected: bool,
+    /// Whether the bus can be reached; none without one.
+    pub bus_connected: Option<bool>,
+    /// Models of the cluster state.
+    pub models: usize,
+    /// Workers of the cluster state.
+    pub workers: usize,
+    /// Targets that take requests.
+    pub ready_targets: u32,
+    /// Requests that run or wait.
+    pub active_requests: usize,
+    /// Reservations held.
+    pub reservations: usize,
+    /// Sources of the index.
+    pub index_sources: usize,
+    /// Sources of which the index knows everything.
+    pub exact_index_sources: usize,
 }
 
 impl RouterCore {
-    /// A router that knows nothing yet.
+    /// A router that waits for its first cluster state. Called within a runtime; the index is fed when a bus is set.
     #[must_use]
-    pub fn new(settings: RouterSettings) -> Arc<Self> {
-        let index = Arc::new(Index::new(IndexSettings { byte_budget: settings.index_byte_budget }));
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    pub fn new(settings: &RouterSettings, metrics: &Metrics, ready: ReadyFlag) -> Arc<Self> {
+        let index = Arc::new(Index::new(IndexSettings { byte_budget: settings.index_byte_budget_bytes }));
+        let pool = Arc::new(TextPool::new(settings.text_threads));
+        let mut link_settings = LinkSettings::new(settings.name.as_str());
+        link_settings.request_buffer_tokens = settings.request_buffer_tokens;
+        let feed = match &settings.nats_url {
+            Some(url) => Feed::Bus(FeedKeeper::new(url.clone(), &settings.name, Arc::clone(&index))),
+            None => Feed::Direct(Followers::new(Arc::clone(&index))),
+        };
+        // Ids of an earlier life of the same router must not come again.
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Arc::new(Self {
-            text_pool: Arc::new(Semaphore::new(settings.text_threads.max(1))),
-            settings,
-            cluster: ArcSwap::default(),
-            applying: Mutex::default(),
-            index,
-            reservations: Mutex::default(),
-            leases: Mutex::default(),
-            records: Records::new(),
-            next_request: AtomicU64::new(0),
-            life: u64::try_from(now.as_millis()).unwrap_or(0),
-            ready: watch::Sender::new(false),
+            name: settings.name.clone(),
+            default_deadline: Duration::from_millis(settings.default_deadline_ms),
+            view: ArcSwap::default(),
+            has_state: false.into(),
+            applying: Mutex::new(()),
+            connector: Connector { link_settings, texts: Arc::new(TextCache::default()), pool: Arc::clone(&pool) },
+            pool,
+            feed: ArcSwapOption::from_pointee(feed),
+            active: 0.into(),
+            idle: Notify::new(),
+            draining: false.into(),
+            control_plane_connected: false.into(),
+            id_prefix: format!("{}-{started:x}{:04x}", settings.name, rand::random::<u16>()),
+            next_request: 0.into(),
+            selector: Selector::new(index),
+            explanations: Explanations::new(settings.explained_requests),
+            quarantine: Quarantine::default(),
+            leases: Leases::default(),
+            metrics: RouterMetrics::new(metrics),
+            stopped: CancellationToken::new(),
+            ready,
+            serving: watch::Sender::new(false),
         })
     }
 
-    /// Whether a cluster state was taken in.
-    #[must_use]
-    pub fn is_ready(&self) -> bool {
-        *self.ready.borrow()
-    }
-
-    /// Reservations that are open.
-    #[must_use]
-    pub fn open_reservations(&self) -> usize {
-        self.reservations.lock().len()
-    }
-
-    /// Names of the models, with the resource's creation in seconds since the Unix epoch.
-    #[must_use]
-    pub fn model_names(&self) -> Vec<(String, u64)> {
-        let cluster = self.cluster.load();
-        let mut names: Vec<(String, u64)> = cluster
-            .models
-            .iter()
-            .filter(|(_, entry)| !entry.model.deleting)
-            .map(|(name, entry)| {
-                let created = entry.model.created_at.as_ref().map_or(0, |at| u64::try_from(at.seconds).unwrap_or(0));
-                (name.clone(), created)
-            })
-            .collect();
-        names.sort();
-        names
-    }
-
-    /// Takes a whole cluster state in. False when it is not newer than the one at hand.
+    /// Takes up an encoded `ClusterState`. False when it is no newer than the present one. Called within a runtime.
     ///
     /// # Errors
-    /// The state is wrong; the one at hand stays.
-    pub fn apply_cluster_state(self: &Arc<Self>, encoded: &[u8]) -> Result<bool, KvistError> {
-        let state = ClusterState::decode(encoded).map_err(|error| {
-            KvistError::new(Code::InvalidArgument, format!("the cluster state cannot be read: {error}"))
-        })?;
-        let version = validate(&state)?;
+    /// The state is invalid; the present one stays.
+    pub fn apply_cluster_state(&self, bytes: &[u8]) -> Result<bool, KvistError> {
+        let state = decode_state(bytes)?;
         let _one_at_a_time = self.applying.lock();
-        let old = self.cluster.load_full();
-        if self.is_ready() && version <= old.version {
+        let old = self.view.load_full();
+        let version = version_of(&state);
+        if self.has_state.load(Ordering::Acquire) && version <= old.version {
             return Ok(false);
         }
-        let known: HashMap<String, Arc<Worker>> = old
-            .models
-            .values()
-            .flat_map(|entry| &entry.workers)
-            .map(|worker| (worker.uid().to_owned(), Arc::clone(worker)))
-            .collect();
-        let mut workers: HashMap<String, Vec<Arc<Worker>>> = HashMap::new();
-        let mut present = HashSet::new();
-        for entry in state.workers {
-            let worker = self.keep_or_open(&known, entry)?;
-            present.insert(worker.uid().to_owned());
-            workers.entry(worker.entry.model.clone()).or_default().push(worker);
+        let view = Arc::new(self.connector.view(state, &old)?);
+        for (worker, up_to) in &view.dead {
+            self.selector.index.close(worker, *up_to);
         }
-        for dead in &state.dead_incarnations {
-            self.index.close(&dead.worker_uid.as_str().into(), Incarnation(dead.incarnation));
+        match self.feed.load().as_deref() {
+            Some(Feed::Bus(keeper)) => keeper.follow(&view),
+            Some(Feed::Direct(followers)) => followers.follow(&view),
+            None => {}
         }
-        for uid in known.keys().filter(|uid| !present.contains(*uid)) {
-            self.index.remove_worker(&uid.as_str().into());
+        tracing::info!(
+            store_epoch = version.store_epoch,
+            revision = version.revision,
+            models = view.models_by_name().len(),
+            workers = view.workers.len(),
+            "cluster_state_applied"
+        );
+        self.view.store(view);
+        self.has_state.store(true, Ordering::Release);
+        if !self.is_draining() {
+            self.ready.set_ready();
+            self.serving.send_replace(true);
         }
-        let mut models = HashMap::new();
-        for model in state.models {
-            let workers = workers.remove(&model.name).unwrap_or_default();
-            let old_entry = old.models.get(&model.name).filter(|entry| entry.model.uid == model.uid);
-            let text = old_entry.map_or_else(|| Arc::new(RwLock::new(None)), |entry| Arc::clone(&entry.text));
-            if text.read().is_none() && !workers.is_empty() {
-                tokio::spawn(load_text(Arc::clone(&text), workers.clone()));
-            }
-            let names = std::iter::once(model.name.clone()).chain(model.aliases.iter().cloned()).collect::<Vec<_>>();
-            let entry = Arc::new(ModelEntry { model, workers, text });
-            models.extend(names.into_iter().map(|name| (name, Arc::clone(&entry))));
-        }
-        self.cluster.store(Arc::new(Cluster { version, hash_seed: state.hash_seed, models }));
-        self.ready.send_replace(true);
-        self.index.collect_garbage();
         Ok(true)
     }
 
-    fn keep_or_open(
-        &self,
-        known: &HashMap<String, Arc<Worker>>,
-        entry: WorkerEntry,
-    ) -> Result<Arc<Worker>, KvistError> {
-        let target = entry.target.clone().unwrap_or_default();
-        if let Some(worker) = known.get(&target.worker_uid)
-            && worker.address() == target.address
-            && worker.incarnation().0 == entry.incarnation
-        {
-            // Same process: the connection stays. Other facts may have changed.
-            if worker.entry == entry {
-                return Ok(Arc::clone(worker));
+    /// Notes whether a controller can be reached. Requests go on either way.
+    pub fn set_control_plane_connected(&self, connected: bool) {
+        self.control_plane_connected.store(connected, Ordering::Relaxed);
+    }
+
+    /// Takes nothing new, and waits until what runs has ended or the time is over. True when nothing runs any more.
+    pub async fn drain(&self, time_limit: Duration) -> bool {
+        self.draining.store(true, Ordering::Release);
+        self.ready.set_not_ready("draining");
+        self.serving.send_replace(false);
+        let deadline = tokio::time::Instant::now() + time_limit;
+        loop {
+            let idle = self.idle.notified();
+            if self.active.load(Ordering::Acquire) == 0 {
+                return true;
             }
-            let (link, follower) = (Arc::clone(&worker.link), Arc::clone(&worker.follower));
-            return Ok(Arc::new(Worker { entry, link, follower }));
+            if tokio::time::timeout_at(deadline, idle).await.is_err() {
+                return self.active.load(Ordering::Acquire) == 0;
+            }
         }
-        let link = Arc::new(WorkerLink::connect(&target.address, LinkSettings::new(&self.settings.name))?);
-        let follower = Follower::start(
-            Arc::clone(&self.index),
-            link.channel(),
-            source_key(&target.worker_uid),
-            Incarnation(entry.incarnation),
-        );
-        Ok(Arc::new(Worker { entry, link, follower: Arc::new(follower) }))
     }
 
-    /// A new request id; `own` is the caller's part of it.
-    pub(crate) fn new_request_id(&self, own: &str) -> String {
-        let number = self.next_request.fetch_add(1, Ordering::Relaxed);
-        let (name, life) = (&self.settings.name, self.life);
-        if own.is_empty() { format!("{name}-{life:x}-{number:x}") } else { format!("{name}-{life:x}-{number:x}-{own}") }
+    /// Ends everything that runs with an error.
+    pub fn stop(&self) {
+        self.draining.store(true, Ordering::Release);
+        self.ready.set_not_ready("stopped");
+        self.serving.send_replace(false);
+        self.stopped.cancel();
+        self.leases.clear();
+        self.feed.store(None);
     }
 
-    /// Renders and encodes a prompt, exactly once for each request.
-    pub(crate) async fn tokenize(&self, entry: &ModelEntry, prompt: Option<Prompt>) -> Result<Tokenized, KvistError> {
-        let text = entry.text.read().clone().ok_or_else(|| {
-            KvistError::new(Code::NoReadyTarget, "no worker of the model has answered yet").before_start()
-        })?;
-        let form = prompt
-            .and_then(|prompt| prompt.form)
-            .ok_or_else(|| KvistError::field(Code::InvalidArgument, "prompt", "is missing"))?;
-        let bytes = match &form {
-            Form::Tokens(_) => 0,
-            Form::Text(text) => text.len(),
-            Form::Chat(chat) => chat.messages.iter().map(|message| message.content.len()).sum(),
-        };
-        let ids = if bytes <= INLINE_TEXT_BYTES {
-            encode(&text, form)?
-        } else {
-            let permit = Arc::clone(&self.text_pool).acquire_owned().await;
-            let text = Arc::clone(&text);
-            let work = tokio::task::spawn_blocking(move || {
-                let _permit = permit;
-                encode(&text, form)
-            });
-            work.await.map_err(|_| KvistError::new(Code::Internal, "a prompt could not be encoded"))??
-        };
-        if ids.is_empty() {
+    /// Whether nothing new is taken.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
+    /// The flag that says whether requests are taken.
+    #[must_use]
+    pub fn ready(&self) -> &ReadyFlag {
+        &self.ready
+    }
+
+    /// Follows whether requests are taken, for health checks.
+    #[must_use]
+    pub fn watch_serving(&self) -> watch::Receiver<bool> {
+        self.serving.subscribe()
+    }
+
+    /// Requests that run or wait.
+    #[must_use]
+    pub fn active_requests(&self) -> usize {
+        self.active.load(Ordering::Acquire)
+    }
+
+    /// Reservations held, those of `Select` included.
+    #[must_use]
+    pub fn open_reservations(&self) -> usize {
+        self.selector.open_reservations()
+    }
+
+    /// The index, for who feeds or looks at it.
+    #[must_use]
+    pub fn index(&self) -> &Arc<Index> {
+        &self.selector.index
+    }
+
+    /// Name of the router.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Numbers for people and supervisors.
+    #[must_use]
+    pub fn status(&self) -> RouterStatus {
+        let view = self.view();
+        let sources = self.selector.index.sources();
+        let StateVersion { store_epoch, revision } = view.version;
+        let models = view.models_by_name();
+        RouterStatus {
+            name: self.name.clone(),
+            not_ready_reason: self.ready.reason(),
+            cluster_version: (store_epoch, revision),
+            control_plane_connected: self.control_plane_connected.load(Ordering::Relaxed),
+            bus_connected: match self.feed.load().as_deref() {
+                Some(Feed::Bus(keeper)) => Some(keeper.is_bus_connected()),
+                _ => None,
+            },
+            models: models.len(),
+            workers: view.workers.len(),
+            ready_targets: models.iter().map(|model| model.ready_targets()).sum(),
+            active_requests: self.active_requests(),
+            reservations: self.open_reservations(),
+            index_sources: sources.len(),
+            exact_index_sources: sources.iter().filter(|source| source.state.is_exact()).count(),
+        }
+    }
+
+    pub(crate) fn view(&self) -> Arc<ClusterView> {
+        self.view.load_full()
+    }
+
+    pub(crate) fn request_began(&self) {
+        self.active.fetch_add(1, Ordering::AcqRel);
+        self.metrics.active.inc();
+    }
+
+    pub(crate) fn request_ended(&self) {
+        self.metrics.active.dec();
+        if self.active.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.idle.notify_waiters();
+        }
+    }
+
+    /// The model of a name, if requests may go to it.
+    pub(crate) fn model(&self, view: &ClusterView, name: &str) -> Result<Arc<ModelView>, KvistError> {
+        if !self.has_state.load(Ordering::Acquire) {
+            return Err(KvistError::new(Code::NotReady, "the router has no cluster state yet").before_start());
+        }
+        if name.is_empty() {
+            return Err(KvistError::field(Code::InvalidArgument, "model", "is missing"));
+        }
+        match view.models.get(name) {
+            Some(model) if !model.model.deleting => Ok(Arc::clone(model)),
+            _ => Err(KvistError::field(Code::UnknownModel, "model", format!("there is no model \"{name}\""))),
+        }
+    }
+
+    /// Renders and tokenizes a prompt.
+    pub(crate) async fn tokenize(&self, model: &ModelView, prompt: Prompt) -> Result<Vec<u32>, KvistError> {
+        Ok(self.tokenize_with(model, prompt).await?.0)
+    }
+
+    async fn tokenize_with(
+        &self,
+        model: &ModelView,
+        prompt: Prompt,
+    ) -> Result<(Vec<u32>, Option<Arc<kvist_text::ModelText>>), KvistError> {
+        let text = model.text();
+        if text.is_none() && !matches!(prompt, Prompt::Tokens(_)) && model.ready_targets() == 0 {
+            let error = KvistError::new(Code::NoReadyTarget, "no worker of this model takes requests at the moment");
+            return Err(error.before_start());
+        }
+        let tokens = self.pool.encode(text.clone(), prompt).await?;
+        if tokens.is_empty() {
             return Err(KvistError::field(Code::InvalidArgument, "prompt", "must not be empty"));
         }
-        if let Some(unknown) = ids.iter().find(|id| **id as usize >= text.vocabulary_size()) {
-            return Err(KvistError::field(
-                Code::InvalidArgument,
-                "prompt",
-                format!("the model has no token {unknown}"),
-            ));
-        }
-        Ok(Tokenized { ids, text })
+        Ok((tokens, text))
     }
 
-    /// Chooses a target and, if asked, reserves it: one step under one lock, so that no two requests take the same gap.
-    pub(crate) fn choose(
+    /// What a prompt asks of targets, for decisions that start nothing.
+    pub(crate) async fn demand(
+        &self,
+        model: &ModelView,
+        prompt: Prompt,
+        adapter: String,
+        cache_salt: String,
+        max_tokens: Option<u32>,
+    ) -> Result<Demand, KvistError> {
+        let (tokens, text) = self.tokenize_with(model, prompt).await?;
+        Ok(Demand {
+            request_id: self.request_id("").into(),
+            tokens: Arc::new(tokens),
+            adapter,
+            cache_salt,
+            max_tokens,
+            text,
+            needs: Needs::default(),
+        })
+    }
+
+    /// The id of a request: the router's name, and the caller's id or a new one.
+    pub(crate) fn request_id(&self, of_caller: &str) -> String {
+        let of_caller: String = of_caller.chars().filter(char::is_ascii_graphic).take(LONGEST_REQUEST_ID).collect();
+        if of_caller.is_empty() {
+            let number = self.next_request.fetch_add(1, Ordering::Relaxed);
+            format!("{}-{number:x}", self.id_prefix)
+        } else {
+            format!("{}-{of_caller}", self.name)
+        }
+    }
+
+    /// Refuses a prompt that has ended several engines.
+    pub(crate) fn check_quarantine(&self, tokens: &[u32]) -> Result<(), KvistError> {
+        if self.quarantine.holds(|| fingerprint(tokens), Instant::now()) {
+            let message = "engines were lost while they computed this prompt; it is held back for some minutes";
+            return Err(KvistError::new(Code::PromptQuarantined, message));
+        }
+        Ok(())
+    }
+
+    async fn start(
         self: &Arc<Self>,
-        cluster: &Cluster,
-        entry: &ModelEntry,
-        input: DecisionInput<'_>,
-        tried: &[String],
-    ) -> Result<Chosen, Box<(KvistError, DecisionRecord)>> {
+        context: RequestContext,
+        input: GenerateInput,
+        span: tracing::Span,
+        record: &mut Option<RequestRecord>,
+    ) -> Result<EventStream, KvistError> {
+        if self.is_draining() {
+            return Err(KvistError::new(Code::Draining, "the router is being stopped").before_start());
+        }
+        let view = self.view();
+        let model = self.model(&view, &input.model)?;
+        if let Some(record) = record.as_mut() {
+            record.model = Arc::clone(&model.name);
+        }
+        if input.sampling.prompt_logprobs.is_some() {
+            let field = "sampling.prompt_logprobs";
+            return Err(KvistError::field(Code::UnsupportedField, field, "this version does not return them"));
+        }
+        let needs = Needs::of(&input);
         let began = Instant::now();
-        let mut hashed: Vec<(usize, Vec<BlockHash>, Vec<Overlap>)> = Vec::new();
-        let mut known = Vec::with_capacity(entry.workers.len());
-        let prompt_tokens = input.ids.len();
-        for worker in &entry.workers {
-            let block_size = worker.entry.block_size_tokens as usize;
-            let position = hashed.iter().position(|(size, ..)| *size == block_size).unwrap_or_else(|| {
-                let root = worker.namespace(input.adapter, input.cache_salt).root(cluster.seed());
-                let mut hashes = block_hashes(root, input.ids, block_size);
-                hashes.truncate(usable_blocks(prompt_tokens, block_size));
-                let overlaps = self.index.lookup(&hashes);
-                hashed.push((block_size, hashes, overlaps));
-                hashed.len() - 1
-            });
-            let overlap = hashed[position].2.iter().find(|overlap| overlap.source.worker.as_str() == worker.uid());
-            let matched = overlap.map_or(0, |overlap| overlap.matched_blocks);
-            known.push((overlap.cloned(), matched as usize * block_size));
+        let deadline = context.deadline.unwrap_or_else(|| began + self.default_deadline);
+        let tokenize_span = tracing::info_span!(parent: &span, "kvist.tokenize");
+        let encoding = self.tokenize_with(&model, input.prompt);
+        let expired = || KvistError::new(Code::DeadlineExceeded, "the deadline passed before the request was placed");
+        let (tokens, text) =
+            tokio::time::timeout_at(deadline.into(), encoding).await.map_err(|_| expired().before_start())??;
+        drop(tokenize_span);
+        self.metrics.tokenize_seconds.observe(began.elapsed().as_secs_f64());
+        let prompt_tokens = to_u32(tokens.len());
+        if let Some(record) = record.as_mut() {
+            record.usage.prompt_tokens = prompt_tokens;
         }
-        // Hashing and looking up need no lock; only reading promises and making one must be a single step.
-        let mut considered = Vec::with_capacity(entry.workers.len());
-        let mut reservations = self.reservations.lock();
-        for (worker, (overlap, cached)) in entry.workers.iter().zip(known) {
-            let target = TargetId { worker: worker.uid().into(), rank: Rank(0) };
-            let load = worker.link.load(0).filter(|(_, age)| *age < LOAD_LIFETIME).map(|(load, _)| load);
-            let promised =
-                reservations.promised_tokens(&target, load.as_ref().map(|load| load.outstanding_prefill_tokens));
-            let own = reservations.of(&target).count;
-            let active = load.map_or(own, |load| own.max(u64::from(load.running_requests + load.waiting_requests)));
-            let excluded = if worker.entry.draining || worker.link.is_draining() {
-                Some("draining")
-            } else if worker.link.state() == LinkState::Lost {
-                Some("connection_lost")
-            } else if tried.iter().any(|uid| uid == worker.uid()) {
-                Some("already_tried")
-            } else {
-                None
-            };
-            let candidate = Candidate {
-                target,
-                uncached_tokens: (prompt_tokens - cached) as u64,
-                promised_tokens: promised,
-                active_requests: active,
-                excluded,
-            };
-            considered.push((candidate, overlap, cached));
+        span.record("gen_ai.usage.input_tokens", prompt_tokens);
+        check_context(model.context_tokens(), prompt_tokens, input.stop.max_tokens)?;
+        self.check_quarantine(&tokens)?;
+        let request_id: Arc<str> =
+            record.as_ref().map_or_else(|| self.request_id("").into(), |record| Arc::clone(&record.request_id));
+        let demand = Demand {
+            request_id: Arc::clone(&request_id),
+            tokens: Arc::new(tokens),
+            adapter: input.adapter.clone(),
+            cache_salt: join_salts(&context.caller_salt, &input.cache_salt),
+            max_tokens: input.stop.max_tokens,
+            text: text.clone(),
+            needs,
+        };
+        let answer = Answer::new(
+            text,
+            AnswerSettings {
+                choices: input.sampling.choices.unwrap_or(1),
+                stop_strings: input.stop_strings,
+                include_stop_string: input.include_stop_string,
+                return_token_ids: input.return_token_ids,
+                prompt_tokens,
+            },
+        );
+        let template = EngineRequest {
+            request_id: request_id.to_string(),
+            sampling: Some(input.sampling),
+            stop: Some(input.stop),
+            structured_output: input.structured_output,
+            adapter: input.adapter,
+            cache_salt: demand.cache_salt.clone(),
+            priority: input.priority,
+            traceparent: context.traceparent,
+            tracestate: context.tracestate,
+            engine_extras: input.engine_extras,
+            ..EngineRequest::default()
+        };
+        let Some(record) = record.take() else {
+            return Err(KvistError::new(Code::Internal, "a request without a record"));
+        };
+        let core = Arc::clone(self);
+        let mut life = Life::new(core, model, demand, template, answer, deadline.into(), span, record);
+        if let Err(error) = life.place() {
+            life.refuse(&error);
+            return Err(error);
         }
-        let decision = decide(considered.iter().map(|(candidate, ..)| candidate.clone()).collect(), rand::random());
-        let block_size = entry.workers.first().map_or(0, |worker| worker.entry.block_size_tokens);
-        let record = DecisionRecord {
-            request_id: input.request_id.to_owned(),
-            model: entry.model.name.clone(),
-            decided_at: Some(convert::timestamp(now_unix_nanos())),
-            prompt_tokens: u32::try_from(prompt_tokens).unwrap_or(u32::MAX),
-            prompt_blocks: u32::try_from(usable_blocks(prompt_tokens, block_size as usize)).unwrap_or(u32::MAX),
-            block_size_tokens: block_size,
-            candidates: decision
-                .scored
-                .iter()
-                .zip(&considered)
-                .map(|(scored, (candidate, overlap, _))| {
-                    record_candidate(scored.cost_tokens, candidate, overlap.as_ref())
+        Ok(EventStream::new(request_id, prompt_tokens, life.into_batches()))
+    }
+}
+
+/// Caches of an API key with a salt are its own; the client may split them further.
+pub(crate) fn join_salts(of_caller: &str, of_request: &str) -> String {
+    match (of_caller, of_request) {
+        ("", salt) | (salt, "") => salt.to_owned(),
+        // The length keeps "a" + "bc" and "ab" + "c" apart.
+        (caller, request) => format!("{}:{caller}:{request}", caller.len()),
+    }
+}
+
+fn check_context(context_tokens: u32, prompt_tokens: u32, max_tokens: Option<u32>) -> Result<(), KvistError> {
+    let completion = max_tokens.unwrap_or(1);
+    let wanted = u64::from(prompt_tokens) + u64::from(completion);
+    if context_tokens == 0 || wanted <= u64::from(context_tokens) {
+        return Ok(());
+    }
+    let message = format!(
+        "the model's context is {context_tokens} tokens; the prompt has {prompt_tokens} and {completion} more were \
+         asked for"
+    );
+    Err(KvistError::new(Code::ContextLengthExceeded, message)
+        .with_metadata("context_tokens", context_tokens.to_string())
+        .with_metadata("prompt_tokens", prompt_tokens.to_string()))
+}
+
+/// The router behind its trait. A type of its own, because a request's life needs the router by `Arc`.
+#[derive(Clone, Debug)]
+pub struct Router(pub Arc<RouterCore>);
+
+impl Generate for Router {
+    fn generate(
+        &self,
+        context: RequestContext,
+        input: GenerateInput,
+    ) -> BoxFuture<'_, Result<EventStream, KvistError>> {
+        Box::pin(async move {
+            let request_id: Arc<str> = self.0.request_id(&context.request_id).into();
+            let caller = Arc::clone(&context.caller);
+            let mut record = RequestRecord::new(Arc::clone(&self.0), Arc::clone(&request_id), caller, context.door);
+            let span = tracing::info_span!(
+                "kvist.edge",
+                otel.kind = "server",
+                traceparent = context.traceparent.as_str(),
+                kvist.request_id = &*request_id,
+                gen_ai.request.model = input.model.as_str(),
+                gen_ai.usage.input_tokens = tracing::field::Empty,
+                otel.status_description = tracing::field::Empty,
+            );
+            record.trace_id = kvist_telemetry::span_traceparent(&span)
+                .or_else(|| kvist_telemetry::parse_traceparent(&context.traceparent))
+                .map(|place| place.trace_id_hex());
+            let mut record = Some(record);
+            let result = self.0.start(context, input, span.clone(), &mut record).await;
+            // The id travels with the error, so that the client can ask about it.
+            result.map_err(|error| {
+                kvist_telemetry::set_status_error(&span, error.code.name());
+                if let Some(record) = &mut record {
+                    record.failed(error.code);
+                }
+                error.with_metadata("request_id", &*request_id)
+            })
+        })
+    }
+
+    fn detokenize<'a>(&'a self, model: &'a str, token_ids: &'a [u32]) -> BoxFuture<'a, Result<String, KvistError>> {
+        Box::pin(async move {
+            let view = self.0.view();
+            let model = self.0.model(&view, model)?;
+            let text = model.text().ok_or_else(|| {
+                KvistError::new(Code::NoReadyTarget, "no worker of this model has brought its tokenizer yet")
+            })?;
+            Ok(text.decode(token_ids, false))
+        })
+    }
+
+    fn models(&self) -> BoxFuture<'_, Result<Vec<ModelSummary>, KvistError>> {
+        Box::pin(async move {
+            let view = self.0.view();
+            let models = view.models_by_name();
+            let present = models.iter().filter(|model| !model.model.deleting);
+            Ok(present
+                .map(|model| ModelSummary {
+                    name: model.name.to_string(),
+                    ready_targets: model.ready_targets(),
+                    context_tokens: model.context_tokens(),
+                    created_at: model.model.created_at,
                 })
-                .collect(),
-            chosen_candidate: decision.chosen.and_then(|chosen| u32::try_from(chosen).ok()),
-            policy: POLICY_LEAST_TOKENS.to_owned(),
-            attempt: input.attempt,
-            decision_duration: began.elapsed().try_into().ok(),
-            ..DecisionRecord::default()
-        };
-        let Some(chosen) = decision.chosen else {
-            let why = if entry.workers.is_empty() {
-                "the model has no workers"
-            } else {
-                "no worker of the model takes requests"
-            };
-            return Err(Box::new((KvistError::new(Code::NoReadyTarget, why).before_start(), record)));
-        };
-        let (candidate, _, cached) = &considered[chosen];
-        let reserved = input.reserve.then(|| Reserved {
-            core: Arc::clone(self),
-            id: reservations.reserve(candidate.target.clone(), candidate.uncached_tokens),
-        });
-        Ok(Chosen {
-            worker: Arc::clone(&entry.workers[chosen]),
-            reserved,
-            expected_cached_tokens: u32::try_from(*cached).unwrap_or(u32::MAX),
-            record,
+                .collect())
         })
     }
 }
 
-fn record_candidate(cost: Option<u64>, candidate: &Candidate, overlap: Option<&Overlap>) -> RecordCandidate {
-    #[expect(clippy::cast_precision_loss, reason = "costs are far below 2^53 tokens")]
-    let cost = cost.unwrap_or_else(|| candidate.uncached_tokens + candidate.promised_tokens) as f64;
-    RecordCandidate {
-        worker_uid: candidate.target.worker.as_str().to_owned(),
-        rank: candidate.target.rank.0,
-        incarnation: overlap.map_or(0, |overlap| overlap.incarnation.0),
-        source_state: overlap.map_or(0, |overlap| convert::state(overlap.state).into()),
-        applied_sequence: overlap.and_then(|overlap| overlap.applied_sequence),
-        matches: overlap
-            .into_iter()
-            .flat_map(|overlap| kvist_blocks::Tier::ALL.into_iter().zip(overlap.tier_blocks))
-            .filter(|(_, blocks)| *blocks > 0)
-            .map(|(tier, blocks)| TierMatch { tier: tier.to_number(), blocks })
-            .collect(),
-        uncached_tokens: u32::try_from(candidate.uncached_tokens).unwrap_or(u32::MAX),
-        promised_tokens: candidate.promised_tokens,
-        cost,
-        filtered_reason: candidate.excluded.unwrap_or_default().to_owned(),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn salts_of_different_keys_never_meet() {
+        assert_eq!("", join_salts("", ""));
+        assert_eq!("a", join_salts("a", ""));
+        assert_eq!("b", join_salts("", "b"));
+        assert_ne!(join_salts("a", "b:c"), join_salts("a:b", "c"));
     }
-}
 
-pub(crate) fn text_error(error: TextError) -> KvistError {
-    let code = match error {
-        TextError::Render(_) => Code::TemplateFailed,
-        TextError::NoTemplate => Code::UnsupportedField,
-        _ => Code::Internal,
-    };
-    KvistError::field(code, "prompt", error.to_string())
-}
-
-fn encode(text: &ModelText, form: Form) -> Result<Vec<u32>, KvistError> {
-    let chat = match form {
-        Form::Tokens(tokens) => return Ok(tokens.ids),
-        Form::Text(prompt) => return text.encode_prompt(&prompt).map_err(text_error),
-        Form::Chat(chat) => chat,
-    };
-    let messages = chat
-        .messages
-        .into_iter()
-        .map(|message| {
-            let mut map = serde_json::Map::new();
-            map.insert("role".to_owned(), message.role.into());
-            map.insert("content".to_owned(), message.content.into());
-            for (key, value) in [("name", message.name), ("tool_call_id", message.tool_call_id)] {
-                if !value.is_empty() {
-                    map.insert(key.to_owned(), value.into());
-                }
-            }
-            if !message.tool_calls.is_empty() {
-                let calls: Vec<serde_json::Value> =
-                    message.tool_calls.iter().map(|call| convert::json_map(call).into()).collect();
-                map.insert("tool_calls".to_owned(), calls.into());
-            }
-            serde_json::Value::Object(map)
-        })
-        .collect();
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let chat = Chat {
-        messages,
-        tools: chat.tools.iter().map(|tool| convert::json_map(tool).into()).collect(),
-        variables: chat.template_variables.as_ref().map(convert::json_map).unwrap_or_default(),
-        add_generation_prompt: true,
-        now_unix_seconds: i64::try_from(now.as_secs()).unwrap_or(0),
-    };
-    text.encode_chat(&chat).map_err(text_error)
-}
-
-/// Fetches and loads the model's text from the first worker that answers; tries until one does.
-async fn load_text(slot: Arc<RwLock<Option<Arc<ModelText>>>>, workers: Vec<Arc<Worker>>) {
-    loop {
-        for worker in &workers {
-            if slot.read().is_some() {
-                return;
-            }
-            if let Some((json, header)) = fetch_text(worker).await {
-                let loaded = tokio::task::spawn_blocking(move || ModelText::load(&json, header)).await;
-                if let Ok(Ok(text)) = loaded {
-                    *slot.write() = Some(Arc::new(text));
-                    return;
-                }
-            }
-        }
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        // Nobody waits any more when only this task holds the slot.
-        if Arc::strong_count(&slot) == 1 {
-            return;
+    #[test]
+    fn a_prompt_must_leave_room_for_what_is_asked() {
+        assert!(check_context(10, 9, None).is_ok() && check_context(10, 4, Some(6)).is_ok());
+        assert!(check_context(0, 9999, Some(9)).is_ok());
+        for (prompt, completion) in [(10, None), (4, Some(7)), (u32::MAX, Some(u32::MAX))] {
+            let error = check_context(10, prompt, completion).unwrap_err();
+            assert_eq!(Code::ContextLengthExceeded, error.code);
         }
     }
-}
-
-async fn fetch_text(worker: &Worker) -> Option<(Vec<u8>, TextHeader)> {
-    let mut client = EngineServiceClient::new(worker.link.channel());
-    let mut stream = client.get_tokenizer(GetTokenizerRequest::default()).await.ok()?.into_inner();
-    let (mut json, mut header) = (Vec::new(), TextHeader::default());
-    while let Some(message) = stream.message().await.ok()? {
-        match message.part? {
-            get_tokenizer_response::Part::Header(found) => {
-                header = TextHeader {
-                    chat_template: found.chat_template,
-                    bos_token: found.bos_token,
-                    eos_token: found.eos_token,
-                    add_bos: found.add_bos,
-                    eos_token_ids: found.eos_token_ids,
-                };
-            }
-            get_tokenizer_response::Part::Data(data) => json.extend_from_slice(&data),
-        }
-    }
-    Some((json, header))
 }

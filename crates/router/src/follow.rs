@@ -1,154 +1,179 @@
-//! Feeds the index from one worker: its ledger's history, then what comes after it.
+//! Feeds the index without a bus: each worker's own history, then what comes after it.
 //!
-//! The stream states its position in each message, so a lost connection continues where the index stands; a history
-//! that is gone comes back as a snapshot, taken in at once.
+//! Streams grow with routers times workers, which is fine on one machine and not in a cluster; there the bus carries
+//! the live part. The stream states its position in every message, so a lost one goes on where the index stands, and a
+//! history that is gone comes back as a snapshot, taken in at once.
 
 use std::{
+    collections::HashMap,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use kvist_blocks::{Batch, BlockHash, Digest, Event, Incarnation, Rank, SourceKey, Tier, TierDigest};
+use kvist_blocks::{BlockHash, Incarnation, Rank, SourceKey, Tier, WorkerUid};
+use kvist_events::convert::{batch_from, collect_chunk, digest_from, source_from};
 use kvist_index::{Applied, DigestVerdict, Index};
+use kvist_link::WorkerLink;
 use kvist_proto::{
-    engine::v1::{
-        ResumePosition, WatchKvEventsRequest, engine_service_client::EngineServiceClient,
-        watch_kv_events_response::Part,
-    },
-    events::v1::{KvEventBatch, kv_event},
+    engine::v1::{ResumePosition, WatchKvEventsRequest, watch_kv_events_response::Part},
+    events::v1::SourceId,
 };
-use tonic::transport::Channel;
+use parking_lot::Mutex;
+use tokio_util::task::AbortOnDropHandle;
 
+use crate::cluster::ClusterView;
+
+/// Wait before a stream that broke is opened again.
 const RETRY: Duration = Duration::from_millis(200);
-/// Silence longer than this makes a source stale; ledgers speak every two seconds.
-const SILENCE: Duration = Duration::from_secs(7);
-const MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 
-/// A running feed; dropping it ends the feed.
+/// A source that says nothing for so long is stale; ledgers speak every two seconds, also when idle.
+const SILENCE: Duration = Duration::from_secs(7);
+
+/// One stream for each worker of the cluster state.
 #[derive(Debug)]
-pub(crate) struct Follower(tokio::task::JoinHandle<()>);
+pub(crate) struct Followers {
+    index: Arc<Index>,
+    running: Mutex<HashMap<(WorkerUid, Incarnation, String), AbortOnDropHandle<()>>>,
+}
+
+impl Followers {
+    pub(crate) fn new(index: Arc<Index>) -> Self {
+        Self { index, running: Mutex::default() }
+    }
+
+    /// Takes up a new cluster state. Called within a runtime.
+    pub(crate) fn follow(&self, view: &ClusterView) {
+        let mut running = self.running.lock();
+        let mut wanted = HashMap::new();
+        for node in view.workers.values() {
+            let Some(connection) = &node.connection else { continue };
+            let key = (node.uid.clone(), node.incarnation, node.target.address.clone());
+            let task = running.remove(&key).unwrap_or_else(|| {
+                let follower = Follower {
+                    index: Arc::clone(&self.index),
+                    link: connection.link.clone(),
+                    uid: node.uid.clone(),
+                    incarnation: node.incarnation,
+                    ranks: node.ranks(),
+                };
+                AbortOnDropHandle::new(tokio::spawn(follower.run()))
+            });
+            wanted.insert(key, task);
+        }
+        let gone: Vec<WorkerUid> =
+            running.keys().map(|(uid, ..)| uid.clone()).filter(|uid| !view.workers.contains_key(uid)).collect();
+        *running = wanted;
+        gone.iter().for_each(|uid| self.index.remove_worker(uid));
+    }
+}
+
+struct Follower {
+    index: Arc<Index>,
+    link: WorkerLink,
+    uid: WorkerUid,
+    incarnation: Incarnation,
+    ranks: u32,
+}
 
 impl Follower {
-    pub(crate) fn start(index: Arc<Index>, channel: Channel, key: SourceKey, incarnation: Incarnation) -> Self {
-        index.expect_source(&key, incarnation);
-        Self(tokio::spawn(async move {
-            loop {
-                follow(&index, channel.clone(), &key).await;
-                index.mark_stale(&key);
-                tokio::time::sleep(RETRY).await;
-            }
-        }))
+    async fn run(self) {
+        for key in self.keys() {
+            self.index.expect_source(&key, self.incarnation);
+        }
+        loop {
+            self.follow().await;
+            self.keys().for_each(|key| self.index.mark_stale(&key));
+            tokio::time::sleep(RETRY).await;
+        }
     }
-}
 
-impl Drop for Follower {
-    fn drop(&mut self) {
-        self.0.abort();
+    fn keys(&self) -> impl Iterator<Item = SourceKey> {
+        let uid = self.uid.clone();
+        (0..self.ranks).map(move |rank| SourceKey { worker: uid.clone(), rank: Rank(rank) })
     }
-}
 
-/// One stream until it ends or does not fit.
-async fn follow(index: &Index, channel: Channel, key: &SourceKey) {
-    let known = index.source(key);
-    let resume_after = known
-        .filter(|source| source.next_sequence > 0)
-        .map(|source| ResumePosition {
-            rank: key.rank.0,
-            incarnation: source.incarnation.0,
-            sequence: source.next_sequence.checked_sub(1),
-        })
-        .into_iter()
-        .collect();
-    let request = WatchKvEventsRequest { resume_after, follow: true, ranks: vec![key.rank.0] };
-    let mut client = EngineServiceClient::new(channel).max_decoding_message_size(MESSAGE_BYTES);
-    let Ok(response) = client.watch_kv_events(request).await else { return };
-    let mut stream = response.into_inner();
-    let mut snapshot: Vec<(Tier, Vec<BlockHash>)> = Vec::new();
-    while let Ok(Ok(Some(message))) = tokio::time::timeout(SILENCE, stream.message()).await {
-        let now = now_unix_nanos();
-        match message.part {
-            Some(Part::Snapshot(chunk)) => {
-                if chunk.first {
-                    snapshot.clear();
-                }
-                for blocks in chunk.blocks {
-                    let Some(tier) = Tier::from_number(blocks.tier) else { return };
-                    snapshot.push((tier, blocks.block_hashes.into_iter().map(BlockHash).collect()));
-                }
-                if chunk.last {
-                    let incarnation = Incarnation(chunk.source.unwrap_or_default().incarnation);
-                    index.apply_snapshot(key, incarnation, chunk.next_sequence, &snapshot, chunk.complete, now);
-                    snapshot = Vec::new();
-                }
-            }
-            Some(Part::Batch(batch)) => {
-                let incarnation = Incarnation(batch.source.as_ref().map_or(0, |source| source.incarnation));
-                let Some(batch) = batch_of(batch) else { return };
-                match index.apply_batch(key, incarnation, &batch, now) {
-                    Applied::Applied | Applied::Duplicate => {}
-                    // The next stream starts from what the index has.
-                    _ => return,
-                }
-            }
-            Some(Part::Digest(digest)) => {
-                let incarnation = Incarnation(digest.source.as_ref().map_or(0, |source| source.incarnation));
-                let tiers: Vec<TierDigest> = digest
-                    .tiers
-                    .iter()
-                    .filter_map(|tier| {
-                        Some(TierDigest {
-                            tier: Tier::from_number(tier.tier)?,
-                            block_count: tier.block_count,
-                            digest: Digest::from_be_slice(&tier.digest)?,
-                        })
-                    })
-                    .collect();
-                match index.apply_digest(key, incarnation, digest.next_sequence, &tiers, digest.complete, now) {
-                    DigestVerdict::Equal | DigestVerdict::Old | DigestVerdict::Unknown => {}
-                    DigestVerdict::Mismatch => {
-                        // What the index holds is wrong: forget it, so that the next stream brings a snapshot.
-                        index.remove_worker(&key.worker);
-                        index.expect_source(key, incarnation);
-                        return;
+    /// Where the index stands, for each rank of which it knows something.
+    fn positions(&self) -> Vec<ResumePosition> {
+        self.keys()
+            .filter_map(|key| self.index.source(&key))
+            .filter(|source| source.incarnation == self.incarnation && source.next_sequence > 0)
+            .map(|source| ResumePosition {
+                rank: source.source.rank.0,
+                incarnation: source.incarnation.0,
+                sequence: source.next_sequence.checked_sub(1),
+            })
+            .collect()
+    }
+
+    /// Whether a message is about this start of this worker.
+    fn key_of(&self, source: Option<&SourceId>) -> Option<SourceKey> {
+        let (key, incarnation) = source_from(source).ok()?;
+        (key.worker == self.uid && incarnation == self.incarnation).then_some(key)
+    }
+
+    /// One stream, until it ends or does not fit what the index has; the next one then starts from there.
+    async fn follow(&self) -> Option<()> {
+        let request = WatchKvEventsRequest { resume_after: self.positions(), follow: true, ranks: Vec::new() };
+        let mut stream = self.link.client().watch_kv_events(request).await.ok()?.into_inner();
+        let mut snapshots: HashMap<SourceKey, Vec<(Tier, Vec<BlockHash>)>> = HashMap::new();
+        loop {
+            let message = tokio::time::timeout(SILENCE, stream.message()).await.ok()?.ok()??;
+            let now = now_unix_nanos();
+            match message.part? {
+                Part::Snapshot(chunk) => {
+                    let key = self.key_of(chunk.source.as_ref())?;
+                    let blocks = snapshots.entry(key.clone()).or_default();
+                    if chunk.first {
+                        blocks.clear();
                     }
-                    DigestVerdict::Behind | DigestVerdict::OldIncarnation => return,
+                    collect_chunk(&chunk, blocks).ok()?;
+                    if chunk.last {
+                        let blocks = snapshots.remove(&key).unwrap_or_default();
+                        let (next, complete) = (chunk.next_sequence, chunk.complete);
+                        self.index.apply_snapshot(&key, self.incarnation, next, &blocks, complete, now);
+                    }
+                }
+                Part::Batch(batch) => {
+                    let key = self.key_of(batch.source.as_ref())?;
+                    let batch = batch_from(&batch).ok()?;
+                    match self.index.apply_batch(&key, self.incarnation, &batch, now) {
+                        Applied::Applied | Applied::Duplicate => {}
+                        _ => return None,
+                    }
+                }
+                Part::Digest(digest) => {
+                    let key = self.key_of(digest.source.as_ref())?;
+                    let stated = digest_from(&digest).ok()?;
+                    let verdict = self.index.apply_digest(
+                        &key,
+                        self.incarnation,
+                        stated.next_sequence,
+                        &stated.tiers,
+                        stated.complete,
+                        now,
+                    );
+                    match verdict {
+                        DigestVerdict::Mismatch => {
+                            tracing::warn!(worker = %self.uid, rank = key.rank.0, "index_diverged");
+                            // Forgotten whole, so that the next stream brings a snapshot.
+                            self.index.remove_worker(&self.uid);
+                            self.keys().for_each(|key| self.index.expect_source(&key, self.incarnation));
+                            return None;
+                        }
+                        DigestVerdict::Behind | DigestVerdict::OldIncarnation => return None,
+                        _ => {}
+                    }
+                }
+                Part::CaughtUp(caught_up) => {
+                    let key = self.key_of(caught_up.source.as_ref())?;
+                    self.index.mark_caught_up(&key, self.incarnation);
                 }
             }
-            Some(Part::CaughtUp(caught_up)) => {
-                index.mark_caught_up(key, Incarnation(caught_up.source.unwrap_or_default().incarnation));
-            }
-            None => {}
         }
     }
 }
 
-fn batch_of(batch: KvEventBatch) -> Option<Batch> {
-    let hashes = |hashes: Vec<u64>| hashes.into_iter().map(BlockHash).collect();
-    let events = batch
-        .events
-        .into_iter()
-        .map(|event| {
-            Some(match event.event? {
-                kv_event::Event::Stored(stored) => Event::Stored {
-                    tier: Tier::from_number(stored.tier)?,
-                    parent: stored.parent_block_hash.map(BlockHash),
-                    hashes: hashes(stored.block_hashes),
-                },
-                kv_event::Event::Removed(removed) => {
-                    Event::Removed { tier: Tier::from_number(removed.tier)?, hashes: hashes(removed.block_hashes) }
-                }
-                kv_event::Event::Cleared(cleared) => Event::Cleared { tier: Tier::from_number(cleared.tier) },
-            })
-        })
-        .collect::<Option<Vec<Event>>>()?;
-    Some(Batch { sequence: batch.sequence, recorded_at_unix_nanos: 0, events })
-}
-
-pub(crate) fn source_key(worker_uid: &str) -> SourceKey {
-    SourceKey { worker: worker_uid.into(), rank: Rank(0) }
-}
-
-pub(crate) fn now_unix_nanos() -> u64 {
+fn now_unix_nanos() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -1,16 +1,41 @@
 //! A request's life: text, schedule, link, retries, Explain; and the gRPC service.
 //!
-//! [`RouterCore`] holds what is known of the cluster and answers requests; the gRPC service and the HTTP edge both call
-//! it, so a request is the same whichever way it came.
+//! [`Router`] implements [`Generate`], which the gRPC service here and the HTTP edge both call. A request is tokenized
+//! once, placed on the target that costs least, and followed until exactly one terminal event; whatever ends it also
+//! ends its reservation.
 
+mod answer;
 mod cluster;
 mod convert;
 mod core;
+mod explain;
+mod feed;
 mod follow;
-mod generation;
+mod generate;
+mod keys;
+mod leases;
+mod life;
+mod maintenance;
+mod metrics;
+mod quarantine;
 mod record;
+mod select;
+mod server;
 mod service;
+mod settings;
+mod target;
+mod text;
 
-pub use crate::core::{RouterCore, RouterSettings};
-pub use generation::{Generation, TextEvent};
-pub use service::grpc_routes;
+pub use cluster::StateVersion;
+pub use core::{Router, RouterCore, RouterStatus};
+pub use generate::{
+    ChoiceEnd, EventStream, Generate, GenerateEnd, GenerateEvent, GenerateInput, Prompt, RequestContext, TextDelta,
+    TokenLogprob, Usage,
+};
+pub use keys::{ApiKeys, Caller};
+pub use maintenance::maintain;
+pub use server::GrpcServer;
+pub use settings::RouterSettings;
+
+/// The chat form of a [`Prompt`].
+pub use kvist_text::Chat;

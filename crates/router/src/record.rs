@@ -1,71 +1,163 @@
-//! Decisions of recent requests, for `Explain` and `WatchDecisions`.
+//! What is said of a request once it has ended, however it ended.
 
-use std::collections::{HashMap, VecDeque};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use kvist_proto::events::v1::{DecisionRecord, Receipt};
-use parking_lot::Mutex;
-use tokio::sync::broadcast;
+use kvist_proto::events::v1::Receipt;
+use kvist_schedule::POLICY_LEAST_TOKENS;
+use kvist_telemetry::RequestLine;
 
-/// Requests that are remembered.
-const CAPACITY: usize = 10_000;
+use crate::{
+    core::RouterCore,
+    explain::{Ending, SeenDecision},
+    generate::Usage,
+    metrics::RequestLabels,
+};
 
-#[derive(Debug, Default)]
-struct Ring {
-    order: VecDeque<String>,
-    by_request: HashMap<String, Vec<DecisionRecord>>,
-}
+/// The outcome of a request whose client went away.
+pub(crate) const CANCELLED: &str = "cancelled";
 
-/// The decisions of the last requests.
+/// Counts a request from its arrival to its end. Dropped without an end, it says that the client went away.
 #[derive(Debug)]
-pub(crate) struct Records {
-    ring: Mutex<Ring>,
-    live: broadcast::Sender<DecisionRecord>,
+pub(crate) struct RequestRecord {
+    core: Arc<RouterCore>,
+    pub(crate) request_id: Arc<str>,
+    pub(crate) caller: Arc<str>,
+    pub(crate) door: &'static str,
+    pub(crate) trace_id: Option<String>,
+    /// As the cluster state names it; for an unknown one a word that keeps metrics small.
+    pub(crate) model: Arc<str>,
+    pub(crate) decision: Option<Arc<SeenDecision>>,
+    pub(crate) attempts: u32,
+    pub(crate) usage: Usage,
+    pub(crate) receipt: Option<Receipt>,
+    pub(crate) expected_cached_tokens: Option<u32>,
+    arrived: Instant,
+    first_token: Option<Instant>,
+    decided: Option<Instant>,
+    outcome: &'static str,
+    error_code: Option<&'static str>,
 }
 
-impl Records {
-    pub(crate) fn new() -> Self {
-        Self { ring: Mutex::default(), live: broadcast::Sender::new(256) }
+impl RequestRecord {
+    pub(crate) fn new(core: Arc<RouterCore>, request_id: Arc<str>, caller: Arc<str>, door: &'static str) -> Self {
+        core.request_began();
+        Self {
+            core,
+            request_id,
+            caller,
+            door,
+            trace_id: None,
+            model: "unknown".into(),
+            decision: None,
+            attempts: 0,
+            usage: Usage::default(),
+            receipt: None,
+            expected_cached_tokens: None,
+            arrived: Instant::now(),
+            first_token: None,
+            decided: None,
+            outcome: CANCELLED,
+            error_code: None,
+        }
     }
 
-    pub(crate) fn add(&self, record: DecisionRecord) {
-        if self.live.receiver_count() > 0 {
-            let _ = self.live.send(record.clone());
+    /// A target was chosen.
+    pub(crate) fn decided(&mut self, decision: &Arc<SeenDecision>) {
+        self.end_attempt(self.outcome);
+        self.attempts += 1;
+        self.decided = Some(Instant::now());
+        self.decision = Some(Arc::clone(decision));
+    }
+
+    /// The first token has arrived.
+    pub(crate) fn first_token(&mut self) {
+        if self.first_token.is_none() {
+            let now = Instant::now();
+            self.first_token = Some(now);
+            self.core.metrics.first_token_seconds.observe((now - self.arrived).as_secs_f64());
         }
-        let mut ring = self.ring.lock();
-        if let Some(records) = ring.by_request.get_mut(&record.request_id) {
-            records.push(record);
-            return;
+    }
+
+    /// It ended well.
+    pub(crate) fn finished(&mut self, outcome: &'static str) {
+        self.outcome = outcome;
+    }
+
+    /// It failed.
+    pub(crate) fn failed(&mut self, code: kvist_errors::Code) {
+        self.error_code = Some(code.name());
+        self.outcome = if code == kvist_errors::Code::Cancelled { CANCELLED } else { code.name() };
+    }
+
+    /// Closes the explanation of the present attempt.
+    pub(crate) fn end_attempt(&self, outcome: &'static str) {
+        if let Some(decision) = &self.decision {
+            let time_to_first_token = self.first_token.zip(self.decided).map(|(first, decided)| first - decided);
+            let _ = decision.ending.set(Ending { receipt: self.receipt, outcome, time_to_first_token });
         }
-        if ring.order.len() == CAPACITY
-            && let Some(oldest) = ring.order.pop_front()
+    }
+}
+
+fn milliseconds(duration: Duration) -> f64 {
+    // Whole microseconds: more digits say nothing.
+    (duration.as_secs_f64() * 1e6).round() / 1e3
+}
+
+impl Drop for RequestRecord {
+    fn drop(&mut self) {
+        self.end_attempt(self.outcome);
+        let duration = self.arrived.elapsed();
+        let metrics = &self.core.metrics;
+        metrics.request_seconds.observe(duration.as_secs_f64());
+        metrics
+            .requests
+            .get_or_create(&RequestLabels {
+                model: self.model.to_string(),
+                outcome: self.outcome.to_owned(),
+                surface: self.door.to_owned(),
+            })
+            .inc();
+        metrics.prompt_tokens.inc_by(u64::from(self.usage.prompt_tokens));
+        metrics.completion_tokens.inc_by(u64::from(self.usage.completion_tokens));
+        if let Some(receipt) = &self.receipt
+            && let Some(expected) = self.expected_cached_tokens
         {
-            ring.by_request.remove(&oldest);
+            metrics.predicted_cached_tokens.inc_by(u64::from(expected));
+            metrics.delivered_cached_tokens.inc_by(u64::from(receipt.cached_tokens));
         }
-        ring.order.push_back(record.request_id.clone());
-        ring.by_request.insert(record.request_id.clone(), vec![record]);
-    }
-
-    /// Completes the last decision of a request.
-    pub(crate) fn complete(
-        &self,
-        request_id: &str,
-        outcome: &str,
-        receipt: Option<&Receipt>,
-        time_to_first_token: Option<std::time::Duration>,
-    ) {
-        let mut ring = self.ring.lock();
-        if let Some(record) = ring.by_request.get_mut(request_id).and_then(|records| records.last_mut()) {
-            outcome.clone_into(&mut record.outcome);
-            record.receipt = receipt.cloned();
-            record.time_to_first_token = time_to_first_token.and_then(|time| time.try_into().ok());
+        let chosen = self.decision.as_ref().and_then(|decision| decision.chosen_candidate());
+        let matched = chosen
+            .and_then(|seen| seen.claim.as_ref())
+            .map(|claim| claim.tier_blocks.iter().copied().max().map_or(0, u64::from));
+        let queue = self.receipt.and_then(|receipt| receipt.queue_duration);
+        RequestLine {
+            request_id: self.request_id.to_string(),
+            trace_id: self.trace_id.take(),
+            surface: self.door.to_owned(),
+            tenant: (!self.caller.is_empty()).then(|| self.caller.to_string()),
+            model: self.model.to_string(),
+            worker: chosen.map(|seen| seen.target.worker.to_string()),
+            rank: chosen.map(|seen| seen.target.rank.0),
+            policy: chosen.map(|_| POLICY_LEAST_TOKENS.to_owned()),
+            attempts: self.attempts,
+            prompt_blocks: self.decision.as_ref().map(|decision| u64::from(decision.prompt_blocks)),
+            matched_blocks: matched,
+            prompt_tokens: (self.usage.prompt_tokens > 0).then_some(u64::from(self.usage.prompt_tokens)),
+            cached_tokens: self.receipt.map(|receipt| u64::from(receipt.cached_tokens)),
+            completion_tokens: (self.usage.prompt_tokens > 0).then_some(u64::from(self.usage.completion_tokens)),
+            queue_ms: queue.and_then(|queue| Duration::try_from(queue).ok()).map(milliseconds),
+            time_to_first_token_ms: self.first_token.map(|first| milliseconds(first - self.arrived)),
+            duration_ms: milliseconds(duration),
+            outcome: match self.error_code {
+                Some(_) if self.outcome != CANCELLED => "error".to_owned(),
+                _ => self.outcome.to_owned(),
+            },
+            error_code: self.error_code.map(str::to_owned),
         }
-    }
-
-    pub(crate) fn get(&self, request_id: &str) -> Option<Vec<DecisionRecord>> {
-        self.ring.lock().by_request.get(request_id).cloned()
-    }
-
-    pub(crate) fn subscribe(&self) -> broadcast::Receiver<DecisionRecord> {
-        self.live.subscribe()
+        .emit();
+        self.core.request_ended();
     }
 }

@@ -1,352 +1,287 @@
-//! `RouterService` over the core.
+//! `kvist.router.v1.RouterService`.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{
+    pin::Pin,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
 
 use futures::{Stream, StreamExt as _, stream};
 use kvist_errors::{Code, KvistError};
-use kvist_proto::{
-    DESCRIPTOR_SET,
-    router::v1::{
-        explain_request::Subject,
-        generate_response::Event,
-        router_service_server::{RouterService, RouterServiceServer},
-        *,
-    },
-};
-use tokio_stream::wrappers::BroadcastStream;
-use tonic::{Request, Response, Status, service::Routes};
-use tonic_health::ServingStatus;
+use kvist_proto::router::v1::{self as wire, router_service_server::RouterService};
+use tokio::sync::broadcast::error::RecvError;
+use tonic::{Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
-    convert,
-    core::{DecisionInput, RouterCore},
-    generation::TextEvent,
+    convert::{read_grpc_timeout, read_prompt, read_request, write_delta, write_end},
+    core::{Router, RouterCore, join_salts},
+    explain::SeenDecision,
+    generate::{Generate as _, GenerateEvent, RequestContext},
+    keys::{ApiKeys, Caller},
+    leases::{DEFAULT_LEASE, LONGEST_LEASE},
+    target::WorkerNode,
 };
-
-const MESSAGE_BYTES: usize = 64 * 1024 * 1024;
-const SERVICE: &str = "kvist.router.v1.RouterService";
-const LONGEST_LEASE: Duration = Duration::from_secs(3600);
 
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-struct Service(Arc<RouterCore>);
-
-/// All gRPC services of a router: its own, health, and reflection. Health is NOT_SERVING until the first cluster state.
-///
-/// # Errors
-/// The descriptors cannot be read.
-pub async fn grpc_routes(core: Arc<RouterCore>) -> Result<Routes, KvistError> {
-    let (health, health_service) = tonic_health::server::health_reporter();
-    let reporter = health.clone();
-    let set = move |status| {
-        let health = reporter.clone();
-        async move {
-            for name in ["", "readiness", SERVICE] {
-                health.set_service_status(name, status).await;
-            }
-        }
-    };
-    set(ServingStatus::NotServing).await;
-    health.set_service_status("liveness", ServingStatus::Serving).await;
-    let mut ready = core.ready.subscribe();
-    tokio::spawn(async move {
-        loop {
-            let status = if *ready.borrow_and_update() { ServingStatus::Serving } else { ServingStatus::NotServing };
-            set(status).await;
-            if ready.changed().await.is_err() {
-                return;
-            }
-        }
-    });
-    let reflection = || {
-        tonic_reflection::server::Builder::configure()
-            .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
-            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            .with_service_name(SERVICE)
-            .with_service_name("grpc.health.v1.Health")
-    };
-    let internal = |error: tonic_reflection::server::Error| KvistError::new(Code::Internal, error.to_string());
-    let service = RouterServiceServer::new(Service(core))
-        .max_decoding_message_size(MESSAGE_BYTES)
-        .max_encoding_message_size(MESSAGE_BYTES);
-    Ok(Routes::new(service)
-        .add_service(health_service)
-        .add_service(reflection().build_v1().map_err(internal)?)
-        .add_service(reflection().build_v1alpha().map_err(internal)?))
+/// The service over one router.
+pub(crate) struct Service {
+    pub(crate) core: Arc<RouterCore>,
+    pub(crate) keys: Arc<ApiKeys>,
 }
 
-fn not_implemented(what: &str) -> Status {
-    KvistError::new(Code::NotImplemented, format!("{what} is not supported by this version")).into()
+fn text_of<'a>(metadata: &'a MetadataMap, name: &str) -> &'a str {
+    metadata.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
 }
 
-/// The client's deadline: `grpc-timeout` is digits and a unit.
-fn time_left<T>(request: &Request<T>) -> Option<Duration> {
-    let value = request.metadata().get("grpc-timeout")?.to_str().ok()?;
-    let (digits, unit) = value.split_at_checked(value.len().checked_sub(1)?)?;
-    let number: u64 = digits.parse().ok()?;
-    match unit {
-        "H" => Some(Duration::from_secs(number * 3600)),
-        "M" => Some(Duration::from_secs(number * 60)),
-        "S" => Some(Duration::from_secs(number)),
-        "m" => Some(Duration::from_millis(number)),
-        "u" => Some(Duration::from_micros(number)),
-        "n" => Some(Duration::from_nanos(number)),
-        _ => None,
+/// The request id within an id of the OpenAI API, so that people can paste either.
+fn without_kind(id: &str) -> &str {
+    id.strip_prefix("chatcmpl-").or_else(|| id.strip_prefix("cmpl-")).unwrap_or(id)
+}
+
+fn now_unix_seconds() -> i64 {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    i64::try_from(seconds).unwrap_or(0)
+}
+
+impl Service {
+    fn caller(&self, metadata: &MetadataMap) -> Result<Caller, KvistError> {
+        let authorization = metadata.get("authorization").and_then(|value| value.to_str().ok());
+        self.keys.check(authorization)
+    }
+
+    fn context(&self, metadata: &MetadataMap, request_id: String) -> Result<RequestContext, KvistError> {
+        let caller = self.caller(metadata)?;
+        let request_id = if request_id.is_empty() { text_of(metadata, "x-request-id").to_owned() } else { request_id };
+        Ok(RequestContext {
+            request_id,
+            deadline: read_grpc_timeout(text_of(metadata, "grpc-timeout")).map(|left| Instant::now() + left),
+            traceparent: text_of(metadata, "traceparent").to_owned(),
+            tracestate: text_of(metadata, "tracestate").to_owned(),
+            caller: caller.name,
+            caller_salt: caller.cache_salt,
+            door: "grpc",
+        })
     }
 }
 
 #[tonic::async_trait]
 impl RouterService for Service {
-    type GenerateStream = BoxStream<GenerateResponse>;
-    type WatchDecisionsStream = BoxStream<WatchDecisionsResponse>;
+    type GenerateStream = BoxStream<wire::GenerateResponse>;
+    type WatchDecisionsStream = BoxStream<wire::WatchDecisionsResponse>;
 
-    async fn generate(&self, request: Request<GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let time_left = time_left(&request);
-        let traceparent =
-            request.metadata().get("traceparent").and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let traceparent = traceparent.to_owned();
-        let generation = self.0.generate(request.into_inner(), time_left, traceparent).await.map_err(Status::from)?;
-        let request_id = Some(generation.request_id().to_owned());
-        let events = stream::unfold((generation, request_id), |(mut generation, mut request_id)| async move {
-            let events = generation.next_events().await?;
-            let responses: Vec<Result<GenerateResponse, Status>> = events
-                .into_iter()
-                .map(|event| {
-                    let event = match event {
-                        TextEvent::Delta(delta) => Event::Delta(delta),
-                        TextEvent::Finished(finished) => Event::Finished(*finished),
-                        TextEvent::Failed(error) => return Err(error.into()),
-                    };
-                    Ok(GenerateResponse { request_id: request_id.take().unwrap_or_default(), event: Some(event) })
-                })
-                .collect();
-            Some((stream::iter(responses), (generation, request_id)))
+    async fn generate(
+        &self,
+        request: Request<wire::GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let (metadata, _, mut request) = request.into_parts();
+        let context = self.context(&metadata, std::mem::take(&mut request.request_id))?;
+        let input = read_request(request, now_unix_seconds())?;
+        let events = Router(Arc::clone(&self.core)).generate(context, input).await?;
+        let request_id = events.request_id.to_string();
+        let mut first_id = Some(request_id.clone());
+        let messages = events.flat_map(stream::iter).map(move |event| {
+            let event = match event {
+                GenerateEvent::Delta(delta) => wire::generate_response::Event::Delta(write_delta(delta)),
+                GenerateEvent::Finished(end) => wire::generate_response::Event::Finished(write_end(end)),
+                GenerateEvent::Failed(error) => return Err(error.into()),
+            };
+            Ok(wire::GenerateResponse { request_id: first_id.take().unwrap_or_default(), event: Some(event) })
         });
-        Ok(Response::new(Box::pin(events.flatten())))
-    }
-
-    async fn embed(&self, _: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
-        Err(not_implemented("Embed"))
-    }
-
-    async fn tokenize(&self, request: Request<TokenizeRequest>) -> Result<Response<TokenizeResponse>, Status> {
-        let request = request.into_inner();
-        let cluster = self.0.cluster.load_full();
-        let entry = cluster.model(&request.model).map_err(Status::from)?;
-        let tokenized = self.0.tokenize(entry, request.prompt).await.map_err(Status::from)?;
-        Ok(Response::new(TokenizeResponse { token_ids: tokenized.ids, context_tokens: context_tokens(entry) }))
-    }
-
-    async fn detokenize(&self, request: Request<DetokenizeRequest>) -> Result<Response<DetokenizeResponse>, Status> {
-        let request = request.into_inner();
-        let cluster = self.0.cluster.load_full();
-        let entry = cluster.model(&request.model).map_err(Status::from)?;
-        let text = entry.text.read().clone();
-        let text =
-            text.ok_or_else(|| KvistError::new(Code::NoReadyTarget, "no worker of the model has answered yet"))?;
-        Ok(Response::new(DetokenizeResponse { text: text.decode(&request.token_ids, request.skip_special_tokens) }))
-    }
-
-    async fn list_models(&self, _: Request<ListModelsRequest>) -> Result<Response<ListModelsResponse>, Status> {
-        let cluster = self.0.cluster.load_full();
-        let mut models: Vec<ModelSummary> = cluster
-            .models
-            .iter()
-            .map(|(name, entry)| ModelSummary {
-                name: name.clone(),
-                ready_targets: u32::try_from(
-                    entry
-                        .workers
-                        .iter()
-                        .filter(|worker| !worker.entry.draining && worker.link.state() != kvist_link::LinkState::Lost)
-                        .count(),
-                )
-                .unwrap_or(u32::MAX),
-                context_tokens: context_tokens(entry),
-                created_at: entry.model.created_at,
-            })
-            .collect();
-        models.sort_by(|left, right| left.name.cmp(&right.name));
-        Ok(Response::new(ListModelsResponse { models }))
-    }
-
-    async fn select(&self, request: Request<SelectRequest>) -> Result<Response<SelectResponse>, Status> {
-        let request = request.into_inner();
-        let cluster = self.0.cluster.load_full();
-        let entry = cluster.model(&request.model).map_err(Status::from)?;
-        let tokenized = self.0.tokenize(entry, request.prompt).await.map_err(Status::from)?;
-        let reservation_id = self.0.new_request_id("select");
-        let input = DecisionInput {
-            request_id: &reservation_id,
-            ids: &tokenized.ids,
-            adapter: &request.adapter,
-            cache_salt: &request.cache_salt,
-            attempt: 1,
-            reserve: true,
-        };
-        let chosen = self.0.choose(&cluster, entry, input, &[]).map_err(|refused| Status::from(refused.0))?;
-        let lease = request.lease_duration.and_then(|lease| Duration::try_from(lease).ok());
-        let lease = lease.unwrap_or(Duration::from_secs(60)).min(LONGEST_LEASE);
-        if let Some(reserved) = chosen.reserved {
-            let expires = std::time::Instant::now() + lease;
-            self.0.leases.lock().insert(reservation_id.clone(), (reserved.into_id(), expires));
-            let (core, name) = (Arc::clone(&self.0), reservation_id.clone());
-            tokio::spawn(async move {
-                tokio::time::sleep(lease).await;
-                release(&core, &name);
-            });
+        let mut response = Response::new(Box::pin(messages) as Self::GenerateStream);
+        if let Ok(value) = request_id.parse() {
+            response.metadata_mut().insert("x-request-id", value);
         }
-        self.0.records.add(chosen.record.clone());
-        Ok(Response::new(SelectResponse {
+        Ok(response)
+    }
+
+    async fn embed(&self, request: Request<wire::EmbedRequest>) -> Result<Response<wire::EmbedResponse>, Status> {
+        self.caller(request.metadata())?;
+        Err(KvistError::new(Code::NotImplemented, "no pool of this version makes embeddings").into())
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<wire::TokenizeRequest>,
+    ) -> Result<Response<wire::TokenizeResponse>, Status> {
+        self.caller(request.metadata())?;
+        let request = request.into_inner();
+        let model = self.core.model(&self.core.view(), &request.model)?;
+        let prompt = read_prompt(request.prompt, now_unix_seconds())?;
+        let token_ids = self.core.tokenize(&model, prompt).await?;
+        Ok(Response::new(wire::TokenizeResponse { token_ids, context_tokens: model.context_tokens() }))
+    }
+
+    async fn detokenize(
+        &self,
+        request: Request<wire::DetokenizeRequest>,
+    ) -> Result<Response<wire::DetokenizeResponse>, Status> {
+        self.caller(request.metadata())?;
+        let request = request.into_inner();
+        let model = self.core.model(&self.core.view(), &request.model)?;
+        let text = model.text().ok_or_else(|| {
+            KvistError::new(Code::NoReadyTarget, "no worker of this model has brought its tokenizer yet")
+        })?;
+        let text = text.decode(&request.token_ids, request.skip_special_tokens);
+        Ok(Response::new(wire::DetokenizeResponse { text }))
+    }
+
+    async fn list_models(
+        &self,
+        request: Request<wire::ListModelsRequest>,
+    ) -> Result<Response<wire::ListModelsResponse>, Status> {
+        self.caller(request.metadata())?;
+        let models = Router(Arc::clone(&self.core)).models().await?;
+        Ok(Response::new(wire::ListModelsResponse { models }))
+    }
+
+    async fn select(&self, request: Request<wire::SelectRequest>) -> Result<Response<wire::SelectResponse>, Status> {
+        let caller = self.caller(request.metadata())?;
+        let request = request.into_inner();
+        let lease = match request.lease_duration {
+            None => DEFAULT_LEASE,
+            Some(duration) => Duration::try_from(duration)
+                .ok()
+                .filter(|lease| !lease.is_zero() && *lease <= LONGEST_LEASE)
+                .ok_or_else(|| {
+                    KvistError::field(Code::InvalidArgument, "lease_duration", "must be above 0 and at most 1 h")
+                })?,
+        };
+        if self.core.is_draining() {
+            return Err(KvistError::new(Code::Draining, "the router is being stopped").into());
+        }
+        let view = self.core.view();
+        let model = self.core.model(&view, &request.model)?;
+        let prompt = read_prompt(request.prompt, now_unix_seconds())?;
+        let salt = join_salts(&caller.cache_salt, &request.cache_salt);
+        let max_tokens = (request.max_tokens > 0).then_some(request.max_tokens);
+        let demand = self.core.demand(&model, prompt, request.adapter, salt, max_tokens).await?;
+        let (decision, result) = self.core.selector.select(&view, &model, &demand, &[], 1, true);
+        self.core.explanations.add(&decision);
+        let placement = result?;
+        let reservation = placement
+            .reservation
+            .ok_or_else(|| KvistError::new(Code::Internal, "a target was chosen without a reservation"))?;
+        let reservation_id = demand.request_id.to_string();
+        let expires_at = Instant::now() + lease;
+        self.core.leases.add(reservation_id.clone(), reservation, Arc::clone(&decision), expires_at);
+        Ok(Response::new(wire::SelectResponse {
             reservation_id,
-            target: chosen.worker.entry.target.clone(),
-            decision: Some(chosen.record),
-            token_ids: tokenized.ids,
+            target: Some(wire::Target { rank: placement.rank, ..placement.node.target.clone() }),
+            decision: Some(decision.to_record()),
+            token_ids: demand.tokens.to_vec(),
         }))
     }
 
-    async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
+    async fn release(&self, request: Request<wire::ReleaseRequest>) -> Result<Response<wire::ReleaseResponse>, Status> {
+        self.caller(request.metadata())?;
         let request = request.into_inner();
-        let was_active = release(&self.0, &request.reservation_id);
-        self.0.records.complete(&request.reservation_id, "released", request.receipt.as_ref(), None);
-        Ok(Response::new(ReleaseResponse { was_active }))
+        let was_active = self.core.leases.release(&request.reservation_id, request.receipt);
+        Ok(Response::new(wire::ReleaseResponse { was_active }))
     }
 
-    async fn explain(&self, request: Request<ExplainRequest>) -> Result<Response<ExplainResponse>, Status> {
-        let dry_run = match request.into_inner().subject {
-            Some(Subject::RequestId(request_id)) => {
-                // Clients know the id with the prefix of the HTTP API.
-                let bare = request_id.strip_prefix("chatcmpl-").or_else(|| request_id.strip_prefix("cmpl-"));
-                let decisions = self.0.records.get(bare.unwrap_or(&request_id));
-                let decisions = decisions.ok_or_else(|| {
-                    KvistError::new(Code::NotFound, "this router knows no such request; it remembers the last 10,000")
-                })?;
-                return Ok(Response::new(ExplainResponse { decisions }));
-            }
-            Some(Subject::DryRun(dry_run)) => dry_run,
+    async fn explain(&self, request: Request<wire::ExplainRequest>) -> Result<Response<wire::ExplainResponse>, Status> {
+        let caller = self.caller(request.metadata())?;
+        let decisions = match request.into_inner().subject {
             None => return Err(KvistError::field(Code::InvalidArgument, "subject", "is missing").into()),
+            Some(wire::explain_request::Subject::RequestId(id)) => {
+                self.core.explanations.of(without_kind(&id)).ok_or_else(|| {
+                    KvistError::new(Code::NotFound, "this router knows no decision of that request id")
+                })?
+            }
+            Some(wire::explain_request::Subject::DryRun(run)) => {
+                let view = self.core.view();
+                let model = self.core.model(&view, &run.model)?;
+                let prompt = read_prompt(run.prompt, now_unix_seconds())?;
+                let salt = join_salts(&caller.cache_salt, &run.cache_salt);
+                let demand = self.core.demand(&model, prompt, run.adapter, salt, None).await?;
+                // A refusal is an answer too: the reasons are in its candidates.
+                vec![self.core.selector.select(&view, &model, &demand, &[], 1, false).0.to_record()]
+            }
         };
-        let cluster = self.0.cluster.load_full();
-        let entry = cluster.model(&dry_run.model).map_err(Status::from)?;
-        let tokenized = self.0.tokenize(entry, dry_run.prompt).await.map_err(Status::from)?;
-        let input = DecisionInput {
-            request_id: "",
-            ids: &tokenized.ids,
-            adapter: &dry_run.adapter,
-            cache_salt: &dry_run.cache_salt,
-            attempt: 1,
-            reserve: false,
-        };
-        let decision = match self.0.choose(&cluster, entry, input, &[]) {
-            Ok(chosen) => chosen.record,
-            Err(refused) => refused.1,
-        };
-        Ok(Response::new(ExplainResponse { decisions: vec![decision] }))
+        Ok(Response::new(wire::ExplainResponse { decisions }))
     }
 
     async fn watch_decisions(
         &self,
-        request: Request<WatchDecisionsRequest>,
+        request: Request<wire::WatchDecisionsRequest>,
     ) -> Result<Response<Self::WatchDecisionsStream>, Status> {
+        self.caller(request.metadata())?;
         let request = request.into_inner();
         let ratio = request.sample_ratio.unwrap_or(1.0);
         if !(0.0..=1.0).contains(&ratio) {
             return Err(KvistError::field(Code::InvalidArgument, "sample_ratio", "must be from 0 to 1").into());
         }
-        let decisions = BroadcastStream::new(self.0.records.subscribe()).filter_map(move |decision| {
-            let response = match decision {
-                Ok(decision) => {
-                    let wanted = request.model.is_empty() || request.model == decision.model;
-                    (wanted && rand::random::<f64>() < ratio)
-                        .then_some(WatchDecisionsResponse { decision: Some(decision), skipped: 0 })
+        let state = (self.core.explanations.watch(), self.core.stopped.clone(), 0u64);
+        let model = request.model;
+        let wanted = move |decision: &SeenDecision| {
+            (model.is_empty() || *decision.model == *model) && (ratio >= 1.0 || rand::random::<f64>() < ratio)
+        };
+        let decisions = stream::unfold((state, wanted), |((mut decisions, stopped, mut skipped), wanted)| async move {
+            loop {
+                let next = tokio::select! {
+                    () = stopped.cancelled() => return None,
+                    next = decisions.recv() => next,
+                };
+                match next {
+                    Ok(decision) if wanted(&decision) => {
+                        let response = wire::WatchDecisionsResponse { decision: Some(decision.to_record()), skipped };
+                        return Some((Ok(response), ((decisions, stopped, 0), wanted)));
+                    }
+                    Ok(_) => {}
+                    Err(RecvError::Lagged(count)) => skipped += count,
+                    Err(RecvError::Closed) => return None,
                 }
-                Err(tokio_stream::wrappers::errors::BroadcastStreamRecvError::Lagged(skipped)) => {
-                    Some(WatchDecisionsResponse { decision: None, skipped })
-                }
-            };
-            std::future::ready(response.map(Ok))
+            }
         });
         Ok(Response::new(Box::pin(decisions)))
     }
 
-    async fn list_sources(&self, _: Request<ListSourcesRequest>) -> Result<Response<ListSourcesResponse>, Status> {
-        let memory = self.0.index.memory();
-        let sources = self.0.index.sources().into_iter().map(|source| SourceStatus {
-            source: Some(kvist_proto::events::v1::SourceId {
-                worker_uid: source.source.worker.as_str().to_owned(),
-                rank: source.source.rank.0,
-                incarnation: source.incarnation.0,
-            }),
-            state: convert::state(source.state).into(),
-            next_sequence: source.next_sequence,
-            tiers: source
-                .tiers
-                .iter()
-                .map(|tier| kvist_proto::events::v1::TierDigest {
-                    tier: tier.tier.to_number(),
-                    block_count: tier.block_count,
-                    digest: tier.digest.to_be_bytes().to_vec().into(),
-                })
-                .collect(),
-            heard_at: Some(convert::timestamp(source.heard_at_unix_nanos)),
-            gaps_total: source.gaps,
-            snapshots_total: source.snapshots,
-            mismatches_total: source.mismatches,
-        });
-        Ok(Response::new(ListSourcesResponse {
-            sources: sources.collect(),
+    async fn list_sources(
+        &self,
+        request: Request<wire::ListSourcesRequest>,
+    ) -> Result<Response<wire::ListSourcesResponse>, Status> {
+        self.caller(request.metadata())?;
+        let index = self.core.index();
+        let memory = index.memory();
+        Ok(Response::new(wire::ListSourcesResponse {
+            sources: index.sources().iter().map(kvist_events::convert::status_to).collect(),
             index_bytes: memory.bytes,
             index_byte_budget: memory.byte_budget,
         }))
     }
 
-    async fn list_targets(&self, _: Request<ListTargetsRequest>) -> Result<Response<ListTargetsResponse>, Status> {
-        let cluster = self.0.cluster.load_full();
-        let reservations = self.0.reservations.lock();
-        let mut targets: Vec<TargetStatus> = Vec::new();
-        for entry in cluster.models.iter().filter(|(name, entry)| **name == entry.model.name).map(|(_, entry)| entry) {
-            for worker in &entry.workers {
-                let target = kvist_schedule::TargetId { worker: worker.uid().into(), rank: kvist_blocks::Rank(0) };
-                let promise = reservations.of(&target);
-                let excluded_reason = if worker.entry.draining || worker.link.is_draining() {
-                    "draining"
-                } else if worker.link.state() == kvist_link::LinkState::Lost {
-                    "connection_lost"
-                } else {
-                    ""
-                };
-                targets.push(TargetStatus {
-                    target: worker.entry.target.clone(),
-                    excluded_reason: excluded_reason.to_owned(),
-                    active_requests: u32::try_from(promise.count).unwrap_or(u32::MAX),
-                    reservations: u32::try_from(promise.count).unwrap_or(u32::MAX),
-                    reserved_tokens: promise.tokens,
-                    load: worker.link.load(0).map(|(load, _)| load),
-                    model: entry.model.name.clone(),
-                });
-            }
-        }
-        let uid = |status: &TargetStatus| status.target.as_ref().map(|target| target.worker_uid.clone());
-        targets.sort_by_key(uid);
-        Ok(Response::new(ListTargetsResponse { targets }))
+    async fn list_targets(
+        &self,
+        request: Request<wire::ListTargetsRequest>,
+    ) -> Result<Response<wire::ListTargetsResponse>, Status> {
+        self.caller(request.metadata())?;
+        let view = self.core.view();
+        let of_node = |node: &Arc<WorkerNode>| -> Vec<wire::TargetStatus> {
+            (0..node.ranks()).map(|rank| self.target_status(node, rank)).collect()
+        };
+        let targets = view.workers.values().flat_map(of_node).collect();
+        Ok(Response::new(wire::ListTargetsResponse { targets }))
     }
 }
 
-fn release(core: &RouterCore, reservation_id: &str) -> bool {
-    let lease = core.leases.lock().remove(reservation_id);
-    lease.is_some_and(|(id, _)| core.reservations.lock().release(id))
-}
-
-fn context_tokens(entry: &crate::cluster::ModelEntry) -> u32 {
-    entry
-        .workers
-        .iter()
-        .filter_map(|worker| match worker.link.state() {
-            kvist_link::LinkState::Connected(description) => {
-                description.limits.as_ref().map(|limits| limits.context_tokens)
-            }
-            kvist_link::LinkState::Lost => None,
-        })
-        .min()
-        .unwrap_or(0)
+impl Service {
+    fn target_status(&self, node: &WorkerNode, rank: u32) -> wire::TargetStatus {
+        let promise = self.core.selector.promise(&node.target_id(rank));
+        let connection = node.connection.as_ref();
+        let fault = connection.and_then(|connection| connection.fault.load_full());
+        let count = u32::try_from(promise.count).unwrap_or(u32::MAX);
+        wire::TargetStatus {
+            target: Some(wire::Target { rank, ..node.target.clone() }),
+            excluded_reason: match (node.excluded(), fault) {
+                (Some("description_differs"), Some(error)) => format!("description_differs: {}", error.message),
+                (reason, _) => reason.unwrap_or_default().to_owned(),
+            },
+            active_requests: count,
+            reservations: count,
+            reserved_tokens: promise.tokens,
+            load: connection.and_then(|connection| connection.link.load(rank)).map(|load| load.report),
+            model: node.entry.model.clone(),
+        }
+    }
 }

@@ -1,15 +1,10 @@
 //! What an engine must be able to do.
 
 use bytes::Bytes;
-use kvist_errors::{Code, KvistError};
-use kvist_link::StreamSink;
-use kvist_proto::engine::v1::{
-    AbortReason, Capabilities, EngineRequest, Finished, GenerateResponse, TokenDelta, generate_response::Event,
-};
-use tokio::sync::mpsc;
-use tonic::Status;
+use kvist_errors::KvistError;
+use kvist_proto::engine::v1::{AbortReason, Capabilities, EngineRequest, TokenizerHeader};
 
-use crate::EngineHost;
+use crate::{EngineHost, RequestSink};
 
 /// The tokenizer as the engine uses it.
 #[derive(Clone, Debug, Default)]
@@ -28,10 +23,39 @@ pub struct TokenizerFile {
     pub eos_token_ids: Vec<u32>,
 }
 
+impl TokenizerFile {
+    /// BLAKE3 of the file, lower-case hex.
+    #[must_use]
+    pub fn digest(&self) -> String {
+        blake3::hash(&self.json).to_hex().to_string()
+    }
+
+    /// BLAKE3 of the chat template, lower-case hex; empty when there is none.
+    #[must_use]
+    pub fn template_digest(&self) -> String {
+        if self.chat_template.is_empty() {
+            return String::new();
+        }
+        blake3::hash(self.chat_template.as_bytes()).to_hex().to_string()
+    }
+
+    pub(crate) fn header(&self, digest: String) -> TokenizerHeader {
+        TokenizerHeader {
+            digest,
+            size_bytes: self.json.len() as u64,
+            chat_template: self.chat_template.clone(),
+            bos_token: self.bos_token.clone(),
+            eos_token: self.eos_token.clone(),
+            add_bos: self.add_bos,
+            eos_token_ids: self.eos_token_ids.clone(),
+        }
+    }
+}
+
 /// What an engine is.
 #[derive(Clone, Debug, Default)]
 pub struct EngineDescription {
-    /// Adapter: `llamacpp`, `sim`.
+    /// Adapter: `llamacpp`, `sim`, `vllm`.
     pub engine: String,
     /// Version of the engine.
     pub version: String,
@@ -43,116 +67,46 @@ pub struct EngineDescription {
     pub max_waiting_requests: u32,
     /// Most alternatives in log-probabilities.
     pub max_top_logprobs: u32,
-    /// KV blocks of each rank.
+    /// KV blocks of each rank; 0 when unknown.
     pub kv_blocks: u64,
     /// Tokens a block.
     pub block_size_tokens: u32,
+    /// Data-parallel ranks; 0 means one.
+    pub ranks: u32,
     /// What it can do.
     pub capabilities: Capabilities,
     /// Its tokenizer.
     pub tokenizer: Option<TokenizerFile>,
 }
 
-/// One engine of one rank. All calls return at once; work happens on the engine's own threads.
+/// One engine. Only `start` and `close` may take time; they are called off the async threads.
 pub trait Engine: Send + Sync + 'static {
-    /// What it is; asked once, before `start`.
-    fn description(&self) -> EngineDescription;
+    /// What it is; asked once, before `start`. May load the model.
+    ///
+    /// # Errors
+    /// It cannot run.
+    fn description(&self) -> Result<EngineDescription, KvistError>;
 
-    /// Gives the engine its ledger and its place to report load.
+    /// Gives the engine its ledger and its place to report load. It takes requests once this returns. Called inside a
+    /// tokio runtime.
     ///
     /// # Errors
     /// It cannot run.
     fn start(&self, host: EngineHost) -> Result<(), KvistError>;
 
-    /// Takes a request whose prompt is token ids. The sink gets exactly one terminal event.
+    /// Takes a request whose prompt is token ids, at least one. Never blocks. The sink gets exactly one terminal event;
+    /// dropping it fails the request.
     fn submit(&self, request: EngineRequest, sink: RequestSink);
 
-    /// Ends a request within a step. Its sink still gets a terminal event.
+    /// Ends a request within a step. Never blocks; its sink still gets a terminal event. An unknown id is ignored.
     fn abort(&self, request_id: &str, reason: AbortReason);
 
     /// Empties the prefix cache; returns how many blocks that were.
     ///
     /// # Errors
-    /// It cannot.
+    /// It cannot, or not now.
     fn reset_cache(&self) -> Result<u64, KvistError>;
 
     /// Ends everything.
     fn close(&self);
-}
-
-enum Target {
-    Link(StreamSink),
-    Call(mpsc::UnboundedSender<Result<GenerateResponse, Status>>),
-}
-
-/// Where the events of one request go. Dropped without an end, it says that the engine failed.
-pub struct RequestSink {
-    target: Target,
-    ended: bool,
-    on_end: Option<Box<dyn FnOnce() + Send>>,
-}
-
-impl RequestSink {
-    pub(crate) fn link(sink: StreamSink, on_end: Box<dyn FnOnce() + Send>) -> Self {
-        Self { target: Target::Link(sink), ended: false, on_end: Some(on_end) }
-    }
-
-    pub(crate) fn call(
-        sender: mpsc::UnboundedSender<Result<GenerateResponse, Status>>,
-        on_end: Box<dyn FnOnce() + Send>,
-    ) -> Self {
-        Self { target: Target::Call(sender), ended: false, on_end: Some(on_end) }
-    }
-
-    /// New tokens. False when nobody listens any more.
-    pub fn delta(&self, delta: TokenDelta) -> bool {
-        match &self.target {
-            Target::Link(sink) => {
-                sink.delta(delta);
-                true
-            }
-            Target::Call(sender) => sender.send(Ok(GenerateResponse { event: Some(Event::Delta(delta)) })).is_ok(),
-        }
-    }
-
-    /// The engine ended the request.
-    pub fn finished(mut self, finished: Finished) {
-        self.end();
-        match &self.target {
-            Target::Link(sink) => sink.finished(finished),
-            Target::Call(sender) => {
-                let _ = sender.send(Ok(GenerateResponse { event: Some(Event::Finished(finished)) }));
-            }
-        }
-    }
-
-    /// The request failed.
-    pub fn failed(mut self, error: &KvistError) {
-        self.fail(error);
-    }
-
-    fn fail(&mut self, error: &KvistError) {
-        self.end();
-        match &self.target {
-            Target::Link(sink) => sink.failed(error),
-            Target::Call(sender) => {
-                let _ = sender.send(Err(error.clone().into()));
-            }
-        }
-    }
-
-    fn end(&mut self) {
-        self.ended = true;
-        if let Some(on_end) = self.on_end.take() {
-            on_end();
-        }
-    }
-}
-
-impl Drop for RequestSink {
-    fn drop(&mut self) {
-        if !self.ended {
-            self.fail(&KvistError::new(Code::EngineFailed, "the engine gave the request up"));
-        }
-    }
 }

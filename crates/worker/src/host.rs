@@ -1,58 +1,86 @@
-//! What the worker offers its engine: the ledger, and a place to report load.
+//! What the worker offers its engine: the ledgers, and a place to report load.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use kvist_blocks::{Batch, BlockHash, HashSeed, Incarnation, Namespace};
-use kvist_ledger::{EngineEvent, Ledger, LedgerDigest, LedgerSettings, RangeLost, Snapshot};
-use kvist_link::LoadListener;
-use kvist_proto::events::v1::LoadReport;
+use kvist_blocks::{Batch, BlockHash, HashSeed, Namespace, Tier};
+use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerDigest, LedgerSettings, Snapshot, StoredBlocks};
+use kvist_proto::events::v1::{LoadReport, SourceId};
 use parking_lot::Mutex;
-use tokio::sync::broadcast;
+use tokio::sync::watch;
 
-/// Batches that a slow reader of events may lag behind before it starts over from the ring.
-const LIVE_BATCHES: usize = 4096;
+use crate::worker::Worker;
 
-struct Inner {
-    namespace: String,
-    hash_seed: HashSeed,
-    incarnation: Incarnation,
-    block_size_tokens: usize,
-    ledger: Mutex<Ledger>,
-    live: broadcast::Sender<Arc<Batch>>,
-    load: Mutex<LoadReport>,
-    listeners: Mutex<Vec<LoadListener>>,
-    draining: std::sync::atomic::AtomicBool,
-}
-
-/// A clonable handle to the ledger and the load of one worker.
+/// A clonable handle to the ledgers and the load of one worker.
 #[derive(Clone)]
 pub struct EngineHost {
     inner: Arc<Inner>,
 }
 
+struct Inner {
+    namespace: String,
+    hash_seed: HashSeed,
+    block_size_tokens: usize,
+    ranks: Vec<Rank>,
+    loads: Mutex<Vec<LoadReport>>,
+    load_number: watch::Sender<u64>,
+    worker: Weak<Worker>,
+}
+
+struct Rank {
+    source: SourceId,
+    ledger: Mutex<Ledger>,
+    /// The ledger's next sequence, for those who follow it.
+    next_sequence: watch::Sender<u64>,
+}
+
+/// How an engine host is set up.
+pub(crate) struct HostSettings<'a> {
+    pub(crate) worker_uid: &'a str,
+    pub(crate) incarnation: u64,
+    pub(crate) namespace: &'a str,
+    pub(crate) hash_seed: u64,
+    pub(crate) block_size_tokens: u32,
+    pub(crate) ranks: u32,
+    pub(crate) kv_blocks: u64,
+    pub(crate) ring_batches: usize,
+}
+
+/// What a reader of a ledger has not seen.
+pub(crate) enum History {
+    Range(Vec<Arc<Batch>>),
+    Snapshot(Snapshot),
+}
+
 impl EngineHost {
-    pub(crate) fn new(
-        namespace: &str,
-        hash_seed: u64,
-        incarnation: Incarnation,
-        block_size_tokens: usize,
-        ring_batches: usize,
-    ) -> Self {
-        let ledger = Ledger::new(LedgerSettings { ring_batches, block_size_tokens });
+    pub(crate) fn new(settings: &HostSettings<'_>, worker: Weak<Worker>) -> Self {
+        let block_size_tokens = settings.block_size_tokens as usize;
+        let ranks = (0..settings.ranks.max(1))
+            .map(|rank| Rank {
+                source: SourceId {
+                    worker_uid: settings.worker_uid.to_owned(),
+                    rank,
+                    incarnation: settings.incarnation,
+                },
+                ledger: Mutex::new(Ledger::new(LedgerSettings {
+                    ring_batches: settings.ring_batches,
+                    block_size_tokens,
+                })),
+                next_sequence: watch::Sender::new(0),
+            })
+            .collect();
+        let load = |rank| LoadReport { rank, total_blocks: settings.kv_blocks, ..LoadReport::default() };
         Self {
             inner: Arc::new(Inner {
-                namespace: namespace.to_owned(),
-                hash_seed: HashSeed(hash_seed),
-                incarnation,
+                namespace: settings.namespace.to_owned(),
+                hash_seed: HashSeed(settings.hash_seed),
                 block_size_tokens,
-                ledger: Mutex::new(ledger),
-                live: broadcast::Sender::new(LIVE_BATCHES),
-                load: Mutex::default(),
-                listeners: Mutex::default(),
-                draining: false.into(),
+                ranks,
+                loads: Mutex::new((0..settings.ranks.max(1)).map(load).collect()),
+                load_number: watch::Sender::new(0),
+                worker,
             }),
         }
     }
@@ -69,87 +97,115 @@ impl EngineHost {
         Namespace::new(&self.inner.namespace, adapter, cache_salt).root(self.inner.hash_seed)
     }
 
-    /// Tells the ledger what changed in the cache. Removals must be told before the memory is used for something else.
-    pub fn cache_changed(&self, events: &[EngineEvent]) {
+    /// Tells the ledger what changed in a rank's cache, in order. A removal must be told before its memory is used for
+    /// something else, a block only once it can be hit: then no claim is ever false. An unknown rank is ignored.
+    pub fn cache_changed(&self, rank: u32, events: &[EngineEvent]) {
         if events.is_empty() {
             return;
         }
-        // The lock is held while the batch is sent, so that batches arrive in order.
-        let mut ledger = self.inner.ledger.lock();
-        if let Some(batch) = ledger.apply(now_unix_nanos(), events) {
-            let _ = self.inner.live.send(batch);
+        let Some(rank) = self.inner.ranks.get(rank as usize) else { return };
+        let batch = rank.ledger.lock().apply(now_unix_nanos(), events);
+        if let Some(batch) = batch {
+            rank.next_sequence.send_if_modified(|next| {
+                let is_newer = batch.sequence >= *next;
+                *next = (*next).max(batch.sequence + 1);
+                is_newer
+            });
+            if let Some(worker) = self.inner.worker.upgrade() {
+                worker.metrics.ledger_batches.inc();
+            }
         }
     }
 
-    /// Leading blocks of a prompt that the ledger claims.
+    /// Blocks are in the device tier from here on.
+    pub fn stored(
+        &self,
+        rank: u32,
+        hashes: Vec<EngineHash>,
+        parent: Option<EngineHash>,
+        tokens: Vec<u32>,
+        root: BlockHash,
+    ) {
+        let stored = StoredBlocks { hashes, parent, tokens, tier: Tier::Device, root };
+        self.cache_changed(rank, &[EngineEvent::Stored(stored)]);
+    }
+
+    /// One copy of each of these blocks leaves the device tier.
+    pub fn removed(&self, rank: u32, hashes: Vec<EngineHash>) {
+        self.cache_changed(rank, &[EngineEvent::Removed { hashes, tier: Tier::Device }]);
+    }
+
+    /// The whole cache of a rank is empty.
+    pub fn cleared(&self, rank: u32) {
+        self.cache_changed(rank, &[EngineEvent::Cleared]);
+    }
+
+    /// Leading blocks of a prompt that a rank's ledger claims.
     #[must_use]
-    pub fn claimed_blocks(&self, prompt: &[BlockHash]) -> usize {
-        self.inner.ledger.lock().claimed_prefix_blocks(prompt)
+    pub fn claimed_blocks(&self, rank: u32, prompt: &[BlockHash]) -> usize {
+        self.inner.ranks.get(rank as usize).map_or(0, |rank| rank.ledger.lock().claimed_prefix_blocks(prompt))
     }
 
-    /// Replaces the load report and tells all routers.
+    /// Replaces the load report of its rank; routers hear of it. The worker numbers reports itself.
     pub fn report_load(&self, mut report: LoadReport) {
-        {
-            let mut load = self.inner.load.lock();
+        let accepted = {
+            let mut loads = self.inner.loads.lock();
+            let Some(load) = loads.get_mut(report.rank as usize) else { return };
             report.report_number = load.report_number + 1;
+            let accepted = report.outstanding_prefill_tokens > load.outstanding_prefill_tokens;
             *load = report;
-        }
-        self.tell_listeners();
-    }
-
-    pub(crate) fn incarnation(&self) -> Incarnation {
-        self.inner.incarnation
-    }
-
-    pub(crate) fn load(&self) -> LoadReport {
-        *self.inner.load.lock()
-    }
-
-    pub(crate) fn add_listener(&self, listener: LoadListener) {
-        self.inner.listeners.lock().push(listener);
-    }
-
-    pub(crate) fn set_draining(&self) {
-        self.inner.draining.store(true, std::sync::atomic::Ordering::Relaxed);
-        self.tell_listeners();
-    }
-
-    pub(crate) fn is_draining(&self) -> bool {
-        self.inner.draining.load(std::sync::atomic::Ordering::Relaxed)
-    }
-
-    /// The missing range or a snapshot, and live batches from there on, without a gap between them.
-    pub(crate) fn follow(&self, last_applied: Option<u64>, same_incarnation: bool) -> Following {
-        let ledger = self.inner.ledger.lock();
-        let live = self.inner.live.subscribe();
-        let range =
-            if same_incarnation { ledger.range_after(last_applied) } else { Err(RangeLost { oldest_sequence: 0 }) };
-        let history = match range {
-            Ok(batches) => History::Range(batches),
-            Err(_) => History::Snapshot(ledger.snapshot()),
+            accepted
         };
-        Following { history, digest: ledger.digest(), live }
+        self.inner.load_number.send_modify(|number| *number += 1);
+        if let Some(worker) = self.inner.worker.upgrade() {
+            worker.link.load_changed(accepted);
+        }
     }
 
-    pub(crate) fn digest(&self) -> LedgerDigest {
-        self.inner.ledger.lock().digest()
+    /// The engine is broken: the worker takes nothing new and fails what runs. The reason is for the log.
+    pub fn engine_failed(&self, reason: &str) {
+        if let Some(worker) = self.inner.worker.upgrade() {
+            worker.engine_failed(reason);
+        }
     }
 
-    fn tell_listeners(&self) {
-        let (load, draining) = (self.load(), self.is_draining());
-        self.inner.listeners.lock().retain(|listener| listener(std::slice::from_ref(&load), draining));
+    pub(crate) fn loads(&self) -> Vec<LoadReport> {
+        self.inner.loads.lock().clone()
     }
-}
 
-pub(crate) enum History {
-    Range(Vec<Arc<Batch>>),
-    Snapshot(Snapshot),
-}
+    pub(crate) fn watch_load(&self) -> watch::Receiver<u64> {
+        self.inner.load_number.subscribe()
+    }
 
-pub(crate) struct Following {
-    pub(crate) history: History,
-    pub(crate) digest: LedgerDigest,
-    pub(crate) live: broadcast::Receiver<Arc<Batch>>,
+    pub(crate) fn ranks(&self) -> u32 {
+        u32::try_from(self.inner.ranks.len()).unwrap_or(u32::MAX)
+    }
+
+    pub(crate) fn source(&self, rank: u32) -> Option<&SourceId> {
+        self.inner.ranks.get(rank as usize).map(|rank| &rank.source)
+    }
+
+    pub(crate) fn watch_ledger(&self, rank: u32) -> Option<watch::Receiver<u64>> {
+        self.inner.ranks.get(rank as usize).map(|rank| rank.next_sequence.subscribe())
+    }
+
+    /// What follows a position, and the account that covers exactly it. Without a position, everything from 0 is wanted;
+    /// `from_snapshot` skips the ring.
+    pub(crate) fn read_ledger(
+        &self,
+        rank: u32,
+        last_applied: Option<u64>,
+        from_snapshot: bool,
+    ) -> Option<(History, LedgerDigest)> {
+        let ledger = self.inner.ranks.get(rank as usize)?.ledger.lock();
+        let range = if from_snapshot { None } else { ledger.range_after(last_applied).ok() };
+        let history = range.map_or_else(|| History::Snapshot(ledger.snapshot()), History::Range);
+        Some((history, ledger.digest()))
+    }
+
+    pub(crate) fn block_count(&self) -> u64 {
+        self.inner.ranks.iter().map(|rank| rank.ledger.lock().block_count()).sum()
+    }
 }
 
 pub(crate) fn now_unix_nanos() -> u64 {

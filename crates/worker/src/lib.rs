@@ -1,16 +1,26 @@
 //! The worker's gRPC server, its ledger, and the engines it can host.
 //!
-//! An engine stands behind [`Engine`]; everything that all engines share is here: the service, the ledger with its
-//! event stream, ids and deadlines, draining. The simulated engine is built in.
+//! An engine stands behind [`Engine`]; what all engines share is here: the service, the ledger and its event stream,
+//! request ids, deadlines, draining. The simulated engine is built in.
 
 mod convert;
+
+mod deadlines;
+mod drain;
 mod engine;
 mod host;
+mod kv_events;
+mod metrics;
 mod server;
 mod service;
+mod settings;
 mod sim;
+mod sink;
+mod worker;
 
-pub use engine::{Engine, EngineDescription, RequestSink, TokenizerFile};
+pub use engine::{Engine, EngineDescription, TokenizerFile};
 pub use host::EngineHost;
-pub use server::{WorkerAddresses, WorkerServer, WorkerSettings, new_incarnation};
-pub use sim::{SimWorkerEngine, SimWorkerSettings};
+pub use server::{WorkerAddresses, WorkerServer};
+pub use settings::{WorkerSettings, new_incarnation};
+pub use sim::{SimWorkerEngine, SimWorkerSettings, sim_tokenizer};
+pub use sink::RequestSink;

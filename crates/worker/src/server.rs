@@ -1,198 +1,159 @@
 //! The worker's process in Rust: sockets, health, reflection, life cycle.
 
-use std::{
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::{sync::Arc, time::Duration};
 
-use kvist_blocks::Incarnation;
+use futures::StreamExt as _;
 use kvist_errors::{Code, KvistError};
 use kvist_proto::{
     DESCRIPTOR_SET,
     engine::v1::{Limits, WorkerDescription, engine_service_server::EngineServiceServer},
 };
-use serde::{Deserialize, Serialize};
-use tokio::{net::TcpListener, sync::watch};
+use kvist_telemetry::{AdminServer, ReadyFlag};
+use serde::Serialize;
+use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_stream::wrappers::TcpListenerStream;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Server;
 use tonic_health::{ServingStatus, server::HealthReporter};
 
 use crate::{
-    Engine, EngineHost,
-    service::{Service, Shared, drain},
+    Engine, EngineDescription, EngineHost, WorkerSettings,
+    drain::drain,
+    host::HostSettings,
+    kv_events::KvEvents,
+    service::Service,
+    settings::{listen_address, new_incarnation},
+    worker::{Up, Worker},
 };
 
-const MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 const SERVICE: &str = "kvist.engine.v1.EngineService";
-
-/// What a worker is told at its start.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct WorkerSettings {
-    /// UID of the slot.
-    pub worker_uid: String,
-    /// Name of the served model.
-    pub model: String,
-    /// Namespace of block hashes; the model's name when empty.
-    pub namespace: String,
-    /// UID of the pool.
-    pub pool_uid: String,
-    /// Generation of the pool's contract.
-    pub pool_revision: String,
-    /// Number of `kvist.engine.v1.Role`.
-    pub role: i32,
-    /// Seed of the cluster's block hashes.
-    pub hash_seed: u64,
-    /// `host:port` of the gRPC server; port 0 takes a free one.
-    pub grpc_listen: String,
-    /// The incarnation is larger than this.
-    pub incarnation_floor: u64,
-    /// Batches that the ledger's ring holds.
-    pub ring_batches: usize,
-    /// Milliseconds between digests.
-    pub digest_interval_ms: u64,
-    /// Milliseconds that running requests may take when draining.
-    pub drain_time_limit_ms: u64,
-}
-
-impl Default for WorkerSettings {
-    fn default() -> Self {
-        Self {
-            worker_uid: "worker-0".to_owned(),
-            model: "model".to_owned(),
-            namespace: String::new(),
-            pool_uid: String::new(),
-            pool_revision: String::new(),
-            role: 1,
-            hash_seed: 0,
-            grpc_listen: "127.0.0.1:0".to_owned(),
-            incarnation_floor: 0,
-            ring_batches: 16_384,
-            digest_interval_ms: 2_000,
-            drain_time_limit_ms: 30_000,
-        }
-    }
-}
+const HEALTH_SERVICE: &str = "grpc.health.v1.Health";
+/// How often numbers are sampled and old side streams dropped.
+const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(500);
+/// How long open calls may take to end when the server stops.
+const STOP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Where a worker listens.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WorkerAddresses {
     /// `host:port` of the gRPC server.
     pub grpc_address: String,
+    /// `host:port` of the admin server.
+    pub admin_address: String,
     /// This start of the engine.
     pub incarnation: u64,
 }
 
-/// An incarnation above a floor and, on a clock that does not step back, above all earlier ones of any slot.
-#[must_use]
-pub fn new_incarnation(floor: u64) -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_micros()).unwrap_or(u64::MAX).max(floor.saturating_add(1))
+/// A running worker.
+#[derive(Debug)]
+pub struct WorkerServer {
+    worker: Arc<Worker>,
+    addresses: WorkerAddresses,
+    readiness: Readiness,
+    admin: AdminServer,
+    stopping: CancellationToken,
+    tasks: TaskTracker,
+    server: JoinHandle<()>,
 }
 
-/// A running worker.
-pub struct WorkerServer {
-    shared: Arc<Shared>,
-    addresses: WorkerAddresses,
+/// Health and `/readyz`, which say the same.
+#[derive(Clone)]
+struct Readiness {
     health: HealthReporter,
-    stop: watch::Sender<bool>,
-    task: tokio::task::JoinHandle<()>,
+    flag: ReadyFlag,
+}
+
+impl std::fmt::Debug for Readiness {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.flag.fmt(formatter)
+    }
+}
+
+impl Readiness {
+    async fn set(&self, ready: Result<(), &str>) {
+        match ready {
+            Ok(()) => self.flag.set_ready(),
+            Err(reason) => self.flag.set_not_ready(reason),
+        }
+        let status = if ready.is_ok() { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for name in ["", "readiness", SERVICE] {
+            self.health.set_service_status(name, status).await;
+        }
+        // A process that answers is alive, ready or not.
+        for name in ["liveness", HEALTH_SERVICE] {
+            self.health.set_service_status(name, ServingStatus::Serving).await;
+        }
+    }
 }
 
 impl WorkerServer {
-    /// Starts the engine and serves it.
+    /// Listens, starts the engine, and returns when it takes requests. Meanwhile health says `NOT_SERVING` and calls are
+    /// answered `NOT_READY`. Must be called inside a multi-threaded tokio runtime.
     ///
     /// # Errors
-    /// The engine cannot run, or the address cannot be listened on.
+    /// The engine cannot run, or an address cannot be listened on.
     pub async fn start(settings: WorkerSettings, engine: Arc<dyn Engine>) -> Result<Self, KvistError> {
-        let about = engine.description();
-        let incarnation = new_incarnation(settings.incarnation_floor);
-        let namespace = if settings.namespace.is_empty() { settings.model.clone() } else { settings.namespace.clone() };
-        let block_size = about.block_size_tokens as usize;
-        let host = EngineHost::new(
-            &namespace,
-            settings.hash_seed,
-            Incarnation(incarnation),
-            block_size,
-            settings.ring_batches,
-        );
-        let hex = |bytes: &[u8]| blake3::hash(bytes).to_hex().to_string();
-        let tokenizer = about.tokenizer.clone();
-        let template =
-            tokenizer.as_ref().map(|file| file.chat_template.as_str()).filter(|template| !template.is_empty());
-        let description = WorkerDescription {
-            worker_uid: settings.worker_uid,
-            incarnation,
-            model: settings.model,
-            engine: about.engine,
-            engine_version: about.version,
-            block_size_tokens: about.block_size_tokens,
-            ranks: 1,
-            tokenizer_digest: tokenizer.as_ref().map(|file| hex(&file.json)).unwrap_or_default(),
-            template_digest: template.map(|template| hex(template.as_bytes())).unwrap_or_default(),
-            namespace,
-            capabilities: Some(about.capabilities),
-            limits: Some(Limits {
-                context_tokens: about.context_tokens,
-                max_running_requests: about.max_running_requests,
-                max_waiting_requests: about.max_waiting_requests,
-                max_top_logprobs: about.max_top_logprobs,
-                kv_blocks: about.kv_blocks,
-            }),
-            pool_revision: settings.pool_revision,
-            pool_uid: settings.pool_uid,
-            role: settings.role,
-            draining: false,
-            worker_version: env!("CARGO_PKG_VERSION").to_owned(),
-            hash_seed: settings.hash_seed,
-        };
-        let shared = Arc::new(Shared {
-            engine: Arc::clone(&engine),
-            host: host.clone(),
-            description,
-            tokenizer,
-            digest_interval: Duration::from_millis(settings.digest_interval_ms.max(10)),
-            drain_time_limit: Duration::from_millis(settings.drain_time_limit_ms),
-            running: Arc::default(),
-            prompts: parking_lot::Mutex::default(),
-        });
-        let listener = listen(&settings.grpc_listen).await?;
-        let address = listener.local_addr().map_err(|error| KvistError::new(Code::Internal, error.to_string()))?;
+        let admin_listen = listen_address("admin_listen", &settings.admin_listen)?;
+        let grpc_listen = listen_address("grpc_listen", &settings.grpc_listen)?;
+        let listener = TcpListener::bind(grpc_listen).await.map_err(|error| cannot_listen("grpc_listen", &error))?;
+        let grpc_address = listener.local_addr().map_err(|error| cannot_listen("grpc_listen", &error))?;
+        let digest_interval = Duration::from_millis(settings.digest_interval_ms);
+        let worker = Worker::new(settings, engine);
+        let flag = ReadyFlag::new("the engine is loading");
+        let admin = AdminServer::start(admin_listen, worker.metrics.registry().clone(), flag.clone())
+            .await
+            .map_err(|error| cannot_listen("admin_listen", &error))?;
         let (health, health_service) = tonic_health::server::health_reporter();
-        set_health(&health, ServingStatus::NotServing).await;
-        let service = EngineServiceServer::new(Service(Arc::clone(&shared)))
-            .max_decoding_message_size(MESSAGE_BYTES)
-            .max_encoding_message_size(MESSAGE_BYTES);
+        let readiness = Readiness { health, flag };
+        readiness.set(Err("the engine is loading")).await;
+        let service = Service { worker: Arc::clone(&worker), kv_events: KvEvents::new(digest_interval) };
+        let service = EngineServiceServer::new(service)
+            .max_decoding_message_size(kvist_link::MESSAGE_LIMIT_BYTES)
+            .max_encoding_message_size(kvist_link::MESSAGE_LIMIT_BYTES);
         let reflection = || {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
                 .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
                 .with_service_name(SERVICE)
-                .with_service_name("grpc.health.v1.Health")
+                .with_service_name(HEALTH_SERVICE)
         };
         let internal = |error: tonic_reflection::server::Error| KvistError::new(Code::Internal, error.to_string());
-        let (stop, mut stopped) = watch::channel(false);
         let router = Server::builder()
-            .tcp_nodelay(true)
             .http2_keepalive_interval(Some(Duration::from_secs(2)))
             .http2_keepalive_timeout(Some(Duration::from_secs(3)))
+            .initial_stream_window_size(4 * 1024 * 1024)
+            .initial_connection_window_size(16 * 1024 * 1024)
             .add_service(health_service)
             .add_service(reflection().build_v1().map_err(internal)?)
             .add_service(reflection().build_v1alpha().map_err(internal)?)
             .add_service(service);
-        let task = tokio::spawn(async move {
-            let until = async move {
-                let _ = stopped.wait_for(|stop| *stop).await;
-            };
-            let serving = router.serve_with_incoming_shutdown(TcpListenerStream::new(listener), until);
-            // Open `Connect` streams would keep the server for ever; requests have ended by now.
-            let _ = serving.await;
+        let stopping = CancellationToken::new();
+        let stopped = stopping.clone().cancelled_owned();
+        let server = tokio::spawn(async move {
+            if let Err(error) = router.serve_with_incoming_shutdown(incoming(listener), stopped).await {
+                tracing::error!(error = error.to_string(), "grpc_server_failed");
+            }
         });
-        engine.start(host)?;
-        set_health(&health, ServingStatus::Serving).await;
-        let addresses = WorkerAddresses { grpc_address: address.to_string(), incarnation };
-        Ok(Self { shared, addresses, health, stop, task })
+        let started = Self {
+            addresses: WorkerAddresses {
+                grpc_address: grpc_address.to_string(),
+                admin_address: admin.address().to_string(),
+                incarnation: new_incarnation(worker.settings.incarnation_floor),
+            },
+            worker,
+            readiness,
+            admin,
+            stopping,
+            tasks: TaskTracker::new(),
+            server,
+        };
+        match started.start_engine().await {
+            Ok(()) => Ok(started),
+            Err(error) => {
+                started.stop().await;
+                Err(error)
+            }
+        }
     }
 
     /// Where it listens.
@@ -201,37 +162,142 @@ impl WorkerServer {
         &self.addresses
     }
 
-    /// Takes nothing new and waits for what runs until the limit; then aborts the rest.
-    pub async fn drain(&self, limit: Duration) {
-        set_health(&self.health, ServingStatus::NotServing).await;
-        drain(&self.shared, limit).await;
+    /// Takes nothing new and waits for what runs until the limit; then aborts the rest. Returns how many requests ended by
+    /// themselves and how many were aborted.
+    pub async fn drain(&self, limit: Duration) -> (u32, u32) {
+        self.readiness.set(Err("the worker is draining")).await;
+        let drained = drain(&self.worker, limit).await;
+        (drained.finished_requests, drained.aborted_requests)
     }
 
-    /// Ends the engine and the server.
-    pub async fn stop(self) {
-        self.shared.engine.close();
-        let _ = self.stop.send(true);
-        let mut task = self.task;
-        if tokio::time::timeout(Duration::from_millis(500), &mut task).await.is_err() {
-            task.abort();
+    /// Ends the engine and the server. What still runs ends with an error, never as if it were complete.
+    pub async fn stop(mut self) {
+        self.readiness.set(Err("the worker is being stopped")).await;
+        self.worker.begin_drain();
+        self.stopping.cancel();
+        // Errors first, so that routers need not find out by the loss of the connection.
+        self.worker.link.close();
+        let worker = Arc::clone(&self.worker);
+        if tokio::task::spawn_blocking(move || worker.engine.close()).await.is_err() {
+            tracing::error!("engine_close_panicked");
+        }
+        self.tasks.close();
+        if tokio::time::timeout(STOP_LIMIT, &mut self.server).await.is_err() {
+            // Followers of events and load never end by themselves.
+            self.server.abort();
+        }
+        self.admin.stop();
+    }
+
+    async fn start_engine(&self) -> Result<(), KvistError> {
+        let (worker, incarnation) = (Arc::clone(&self.worker), self.addresses.incarnation);
+        let runtime = tokio::runtime::Handle::current();
+        let starting = tokio::task::spawn_blocking(move || {
+            let _runtime = runtime.enter();
+            let about = worker.engine.description()?;
+            let host = host(&worker, &about, incarnation);
+            worker.engine.start(host.clone())?;
+            worker.set_up(up(&worker.settings, about, incarnation, host));
+            Ok(())
+        });
+        starting.await.map_err(|_| KvistError::new(Code::EngineFailed, "the engine panicked while it started"))??;
+        self.tasks.spawn(end_overdue(Arc::clone(&self.worker), self.stopping.clone()));
+        self.tasks.spawn(keep_house(Arc::clone(&self.worker), self.readiness.clone(), self.stopping.clone()));
+        self.readiness.set(Ok(())).await;
+        tracing::info!(grpc_address = self.addresses.grpc_address, incarnation, "worker_ready");
+        Ok(())
+    }
+}
+
+fn host(worker: &Arc<Worker>, about: &EngineDescription, incarnation: u64) -> EngineHost {
+    let settings = HostSettings {
+        worker_uid: &worker.settings.worker_uid,
+        incarnation,
+        namespace: worker.settings.effective_namespace(),
+        hash_seed: worker.settings.hash_seed,
+        block_size_tokens: about.block_size_tokens,
+        ranks: about.ranks,
+        kv_blocks: about.kv_blocks,
+        ring_batches: worker.settings.ring_batches,
+    };
+    EngineHost::new(&settings, Arc::downgrade(worker))
+}
+
+fn up(settings: &WorkerSettings, about: EngineDescription, incarnation: u64, host: EngineHost) -> Up {
+    let description = WorkerDescription {
+        worker_uid: settings.worker_uid.clone(),
+        incarnation,
+        model: settings.model.clone(),
+        engine: about.engine,
+        engine_version: about.version,
+        block_size_tokens: about.block_size_tokens,
+        ranks: about.ranks.max(1),
+        tokenizer_digest: about.tokenizer.as_ref().map(crate::TokenizerFile::digest).unwrap_or_default(),
+        template_digest: about.tokenizer.as_ref().map(crate::TokenizerFile::template_digest).unwrap_or_default(),
+        namespace: settings.effective_namespace().to_owned(),
+        capabilities: Some(about.capabilities),
+        limits: Some(Limits {
+            context_tokens: about.context_tokens,
+            max_running_requests: about.max_running_requests,
+            max_waiting_requests: about.max_waiting_requests,
+            max_top_logprobs: about.max_top_logprobs,
+            kv_blocks: about.kv_blocks,
+        }),
+        pool_revision: settings.pool_revision.clone(),
+        pool_uid: settings.pool_uid.clone(),
+        role: settings.role.into(),
+        draining: false,
+        worker_version: env!("CARGO_PKG_VERSION").to_owned(),
+        hash_seed: settings.hash_seed,
+    };
+    Up { description, tokenizer: about.tokenizer, host }
+}
+
+/// Aborts requests whose time is up.
+async fn end_overdue(worker: Arc<Worker>, stopping: CancellationToken) {
+    loop {
+        let expired = tokio::select! {
+            () = stopping.cancelled() => return,
+            expired = worker.deadlines.expired() => expired,
+        };
+        for request_id in expired {
+            worker.abort_request(&request_id, kvist_proto::engine::v1::AbortReason::Deadline);
         }
     }
 }
 
-async fn set_health(health: &HealthReporter, status: ServingStatus) {
-    for name in ["", "liveness", "readiness", SERVICE] {
-        // A process that answers is alive, ready or not.
-        let status = if name == "liveness" { ServingStatus::Serving } else { status };
-        health.set_service_status(name, status).await;
+async fn keep_house(worker: Arc<Worker>, readiness: Readiness, stopping: CancellationToken) {
+    let mut failure = worker.watch_failure();
+    let mut ticks = tokio::time::interval(HOUSEKEEPING_INTERVAL);
+    loop {
+        tokio::select! {
+            () = stopping.cancelled() => return,
+            // The value is not kept: it would be a lock.
+            true = async { failure.wait_for(|failed| *failed).await.is_ok() } => {
+                readiness.set(Err("the engine has failed")).await;
+                stopping.cancelled().await;
+                return;
+            }
+            _ = ticks.tick() => {}
+        }
+        worker.link.expire();
+        if let Ok(up) = worker.up() {
+            worker.metrics.sample(&up.host);
+        }
     }
 }
 
-/// Listens on `host:port` with a message that helps.
-async fn listen(address: &str) -> Result<TcpListener, KvistError> {
-    let parsed: SocketAddr = address.parse().map_err(|_| {
-        KvistError::field(Code::InvalidArgument, "grpc_listen", "must be host:port with a numeric host")
-    })?;
-    TcpListener::bind(parsed).await.map_err(|error| {
-        KvistError::field(Code::InvalidArgument, "grpc_listen", format!("cannot listen on {parsed}: {error}"))
+/// Connections with `TCP_NODELAY`: a frame is small and must not wait for the acknowledgment of the one before.
+fn incoming(
+    listener: TcpListener,
+) -> impl futures::Stream<Item = std::io::Result<tokio::net::TcpStream>> + Send + 'static {
+    TcpListenerStream::new(listener).map(|connection| {
+        let connection = connection?;
+        connection.set_nodelay(true)?;
+        Ok(connection)
     })
+}
+
+fn cannot_listen(field: &str, error: &std::io::Error) -> KvistError {
+    KvistError::field(Code::InvalidArgument, field, format!("cannot listen: {error}"))
 }

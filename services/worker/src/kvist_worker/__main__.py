@@ -1,52 +1,56 @@
-"""Runs one worker: `python -m kvist_worker --uid w-0 --model sim --ready-file PATH`."""
-
-from __future__ import annotations
+"""`python -m kvist_worker --settings-file FILE [--ready-file FILE]`."""
 
 import argparse
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvist import _core
-from kvist.process import ReadyFile, wait_for_signal
+import kvist
+from kvist import settings as settings_module
+from kvist import telemetry
+from kvist.errors import KvistError
+from kvist.settings import SettingsError
+from kvist_worker import app
+from kvist_worker.settings import WorkerSettings
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
 
 
-def main() -> int:
-    """Serves until SIGTERM or SIGINT, then drains; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="kvist_worker", description=__doc__)
-    parser.add_argument("--uid", required=True, help="UID of the worker's slot")
-    parser.add_argument("--model", required=True, help="name of the served model")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port of the gRPC server")
-    parser.add_argument("--hash-seed", type=int, default=0, help="seed of the cluster's block hashes")
-    parser.add_argument("--incarnation-floor", type=int, default=0, help="the incarnation will be larger than this")
-    parser.add_argument("--engine-arguments", default="{}", help="JSON object for the engine")
-    parser.add_argument("--drain-ms", type=int, default=5_000, help="how long running requests may take at the end")
-    parser.add_argument("--ready-file", type=Path, help="written when the worker listens")
-    arguments = parser.parse_args()
-    settings = {
-        "worker_uid": arguments.uid,
-        "model": arguments.model,
-        "grpc_listen": arguments.listen,
-        "hash_seed": arguments.hash_seed,
-        "incarnation_floor": arguments.incarnation_floor,
-    }
-    runtime = _core.Runtime()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a worker to its end and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kvist_worker", description="Kvist's worker: one engine.")
+    parser.add_argument("--settings-file", type=Path, required=True, help="settings, as JSON")
+    parser.add_argument("--ready-file", type=Path, help="file for the addresses, written when the worker serves")
+    parser.add_argument("--check", action="store_true", help="check the settings and end")
+    parser.add_argument("--version", action="version", version=kvist.__version__)
+    flags = parser.parse_args(arguments)
     try:
-        worker = _core.WorkerServer(runtime, settings_json=json.dumps(settings), engine_json=arguments.engine_arguments)
-    except (ValueError, _core.CoreError) as error:
-        sys.stderr.write(f"kvist_worker: {' '.join(map(str, error.args))}\n")
-        return 2
+        # The environment is that of whoever starts workers; its variables are not meant for them.
+        settings = settings_module.load(WorkerSettings, file=flags.settings_file, environment={}).settings
+    except SettingsError as failure:
+        for problem in failure.problems:
+            sys.stderr.write(f"worker: {problem}\n")
+        return EXIT_USAGE
+    if flags.check:
+        return EXIT_OK
+    telemetry.configure_logging(settings.telemetry, service="worker", instance=settings.worker_uid)
+    log = telemetry.logger("kvist_worker")
     try:
-        address, incarnation = worker.address
-        engine = {"blockSizeTokens": 32, **json.loads(arguments.engine_arguments)}
-        ready = {"address": address, "incarnation": incarnation, "block_size_tokens": engine["blockSizeTokens"]}
-        ReadyFile(arguments.ready_file).write(ready)
-        wait_for_signal()
-        worker.stop(arguments.drain_ms)
-    finally:
-        del worker
-        runtime.close()
-    return 0
+        app.run(settings, ready_path=flags.ready_file)
+    except KvistError as failure:
+        log.error(  # noqa: TRY400  The message says it all; a traceback would hide it.
+            "worker_failed",
+            code=failure.code,
+            reason=failure.message,
+            fields=[f"{violation.field}: {violation.description}" for violation in failure.fields],
+        )
+        return EXIT_FAILED
+    except Exception:
+        log.exception("worker_failed")
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 if __name__ == "__main__":

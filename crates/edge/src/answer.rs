@@ -1,0 +1,229 @@
+//! From a request to its HTTP answer.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use bytes::{Bytes, BytesMut};
+use futures::StreamExt as _;
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
+use kvist_dialect::{AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion};
+use kvist_errors::{Code, KvistError};
+use kvist_router::{Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext};
+use tokio::sync::Semaphore;
+
+use crate::{
+    body::{EdgeBody, EventBody, finish_word, usage_numbers},
+    convert::{Form, logprobs, split},
+};
+
+const REQUEST_ID: &str = "x-request-id";
+
+/// Bodies above this are parsed on a thread of their own.
+const INLINE_BODY_BYTES: usize = 64 * 1024;
+
+/// Threads that parse long bodies at once.
+const PARSERS: usize = 2;
+
+/// What answers requests.
+pub(crate) struct Answerer {
+    generate: Arc<dyn Generate>,
+    keep_alive: Duration,
+    parsers: Semaphore,
+}
+
+/// An error and the id of the request it belongs to, when it got one.
+pub(crate) struct Refusal {
+    pub(crate) error: KvistError,
+    pub(crate) request_id: Option<String>,
+}
+
+impl From<KvistError> for Refusal {
+    fn from(mut error: KvistError) -> Self {
+        let request_id = error.metadata.remove("request_id");
+        Self { error, request_id }
+    }
+}
+
+impl Answerer {
+    pub(crate) fn new(generate: Arc<dyn Generate>, keep_alive: Duration) -> Self {
+        Self { generate, keep_alive, parsers: Semaphore::new(PARSERS) }
+    }
+
+    pub(crate) fn generate(&self) -> &dyn Generate {
+        &*self.generate
+    }
+
+    /// Answers a body of `/v1/chat/completions` or `/v1/completions`.
+    pub(crate) async fn answer(
+        &self,
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        caller: Caller,
+        body: Bytes,
+    ) -> Result<Response<EdgeBody>, Refusal> {
+        let arrived = Instant::now();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let parsed = self.parse(endpoint, body).await?;
+        let (form, input) = split(parsed, i64::try_from(now).unwrap_or(0));
+        let echo = self.echo(&form).await?;
+        let context = RequestContext {
+            request_id: text_of(headers, REQUEST_ID).to_owned(),
+            deadline: read_timeout(text_of(headers, "x-request-timeout-ms")).map(|left| arrived + left),
+            traceparent: text_of(headers, "traceparent").to_owned(),
+            tracestate: text_of(headers, "tracestate").to_owned(),
+            caller: caller.name,
+            caller_salt: caller.cache_salt,
+            door: "http",
+        };
+        let events = self.generate.generate(context, input).await?;
+        let request_id = events.request_id.to_string();
+        let writer = AnswerWriter::new(form.endpoint, &request_id, now, &form.model, form.include_usage);
+        let result = if form.stream {
+            self.stream(events, writer, &form, echo).await
+        } else {
+            whole(events, &writer, &form, &echo).await
+        };
+        match result {
+            Ok(mut response) => {
+                if let Ok(value) = HeaderValue::from_str(&request_id) {
+                    response.headers_mut().insert(REQUEST_ID, value);
+                }
+                Ok(response)
+            }
+            Err(error) => Err(Refusal { error, request_id: Some(request_id) }),
+        }
+    }
+
+    async fn parse(&self, endpoint: Endpoint, body: Bytes) -> Result<kvist_dialect::GenerateInput, KvistError> {
+        let parse = match endpoint {
+            Endpoint::ChatCompletions => parse_chat_completion,
+            Endpoint::Completions => parse_completion,
+        };
+        if body.len() <= INLINE_BODY_BYTES {
+            return parse(&body);
+        }
+        let stopped = || KvistError::new(Code::Draining, "the process is being stopped");
+        let _permit = self.parsers.acquire().await.map_err(|_| stopped())?;
+        tokio::task::spawn_blocking(move || parse(&body)).await.map_err(|_| stopped())?
+    }
+
+    async fn echo(&self, form: &Form) -> Result<String, KvistError> {
+        match &form.echo {
+            Some(Prompt::Text(text)) => Ok(text.clone()),
+            Some(Prompt::Tokens(ids)) => self.generate.detokenize(&form.model, ids).await,
+            Some(Prompt::Chat(_)) | None => Ok(String::new()),
+        }
+    }
+
+    async fn stream(
+        &self,
+        mut events: EventStream,
+        writer: AnswerWriter,
+        form: &Form,
+        echo: String,
+    ) -> Result<Response<EdgeBody>, KvistError> {
+        // As long as nothing is written, a failure can still be an ordinary HTTP error.
+        let first = tokio::time::timeout(self.keep_alive, events.next()).await;
+        let mut batch = first.as_ref().ok().cloned().flatten();
+        if let Some([GenerateEvent::Failed(_)]) = batch.as_deref()
+            && let Some(GenerateEvent::Failed(error)) = batch.take().and_then(|mut batch| batch.pop())
+        {
+            return Err(error);
+        }
+        let mut body = EventBody::new(events, writer, form.choices, echo, self.keep_alive);
+        match batch {
+            Some(batch) => body.push(batch),
+            None => body.push_keep_alive(),
+        }
+        let mut response = Response::new(EdgeBody::Events(Box::new(body)));
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        Ok(response)
+    }
+}
+
+/// One choice as it grows.
+#[derive(Default)]
+struct Growing {
+    text: String,
+    logprobs: Vec<kvist_dialect::TokenLogprob>,
+}
+
+async fn whole(
+    mut events: EventStream,
+    writer: &AnswerWriter,
+    form: &Form,
+    echo: &str,
+) -> Result<Response<EdgeBody>, KvistError> {
+    let mut growing: Vec<Growing> =
+        (0..form.choices).map(|_| Growing { text: echo.to_owned(), ..Growing::default() }).collect();
+    while let Some(batch) = events.next().await {
+        for event in batch {
+            match event {
+                GenerateEvent::Delta(delta) => {
+                    if let Some(choice) = growing.get_mut(delta.index as usize) {
+                        choice.text.push_str(&delta.text);
+                        choice.logprobs.extend(logprobs(delta.logprobs));
+                    }
+                }
+                GenerateEvent::Failed(error) => return Err(error),
+                GenerateEvent::Finished(end) => {
+                    let choices: Vec<Choice> = (0u32..)
+                        .zip(growing)
+                        .map(|(index, choice)| Choice {
+                            index,
+                            text: choice.text,
+                            finish: end
+                                .choices
+                                .iter()
+                                .find(|ended| ended.index == index)
+                                .map_or(FinishWord::Stop, |ended| finish_word(ended.reason)),
+                            logprobs: form.logprobs.then_some(choice.logprobs),
+                        })
+                        .collect();
+                    let mut out = BytesMut::with_capacity(512);
+                    writer.write_whole(&mut out, &choices, usage_numbers(end.usage));
+                    return Ok(json(StatusCode::OK, out));
+                }
+            }
+        }
+    }
+    Err(KvistError::new(Code::Internal, "the answer broke off"))
+}
+
+/// A JSON answer.
+pub(crate) fn json(status: StatusCode, body: impl Into<Bytes>) -> Response<EdgeBody> {
+    let mut response = Response::new(EdgeBody::whole(body));
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// The answer to a refused request.
+pub(crate) fn refuse(refusal: &Refusal) -> Response<EdgeBody> {
+    let form = refusal.error.to_openai_http();
+    let status = StatusCode::from_u16(form.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = json(status, form.body);
+    for (name, value) in form.headers {
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            response.headers_mut().insert(name, value);
+        }
+    }
+    if let Some(value) = refusal.request_id.as_deref().and_then(|id| HeaderValue::from_str(id).ok()) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+pub(crate) fn text_of<'a>(headers: &'a HeaderMap, name: &str) -> &'a str {
+    headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
+}
+
+/// A client may say how long it will wait.
+fn read_timeout(value: &str) -> Option<Duration> {
+    value.trim().parse().ok().filter(|milliseconds| *milliseconds > 0).map(Duration::from_millis)
+}

@@ -1,0 +1,214 @@
+//! Bodies of answers: whole ones, and streams of events.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use bytes::{Bytes, BytesMut};
+use futures::Stream as _;
+use http_body::{Body, Frame, SizeHint};
+use kvist_dialect::{AnswerWriter, FinishWord, LogprobRun, UsageNumbers};
+use kvist_errors::{Code, KvistError};
+use kvist_proto::engine::v1::FinishReason;
+use kvist_router::{EventStream, GenerateEvent, Usage};
+use tokio::time::Sleep;
+
+use crate::convert::logprobs;
+
+/// Bytes that an ordinary frame of events fits.
+const FRAME_BYTES: usize = 512;
+
+/// The body of an answer.
+pub(crate) enum EdgeBody {
+    /// Known when the answer began; none once it is out.
+    Whole(Option<Bytes>),
+    /// Server-sent events.
+    Events(Box<EventBody>),
+}
+
+impl EdgeBody {
+    pub(crate) fn whole(bytes: impl Into<Bytes>) -> Self {
+        Self::Whole(Some(bytes.into()))
+    }
+}
+
+impl Body for EdgeBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        match self.get_mut() {
+            Self::Whole(bytes) => {
+                Poll::Ready(bytes.take().filter(|bytes| !bytes.is_empty()).map(|b| Ok(Frame::data(b))))
+            }
+            Self::Events(body) => body.poll_bytes(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes)))),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Whole(bytes) => bytes.as_ref().is_none_or(Bytes::is_empty),
+            Self::Events(body) => body.has_ended && body.pending.is_empty(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Self::Events(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// Events of a request written as they come. The connection polls it itself, without a task or channel between; when
+/// the client is gone, the connection drops it, and with it the request.
+pub(crate) struct EventBody {
+    events: EventStream,
+    writer: AnswerWriter,
+    /// Characters that each choice has had; the completions API counts its tokens' places by them.
+    offsets: Vec<u32>,
+    /// Text before each choice's own.
+    echo: String,
+    has_started: bool,
+    has_ended: bool,
+    pending: BytesMut,
+    keep_alive: Duration,
+    wrote_at: Instant,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl EventBody {
+    pub(crate) fn new(
+        events: EventStream,
+        writer: AnswerWriter,
+        choices: u32,
+        echo: String,
+        keep_alive: Duration,
+    ) -> Self {
+        let offset = u32::try_from(echo.chars().count()).unwrap_or(u32::MAX);
+        Self {
+            events,
+            writer,
+            offsets: vec![offset; choices as usize],
+            echo,
+            has_started: false,
+            has_ended: false,
+            pending: BytesMut::new(),
+            keep_alive,
+            wrote_at: Instant::now(),
+            timer: Box::pin(tokio::time::sleep(keep_alive)),
+        }
+    }
+
+    /// Writes events that have been read before the body began.
+    pub(crate) fn push(&mut self, batch: Vec<GenerateEvent>) {
+        self.pending.reserve(FRAME_BYTES);
+        for event in batch {
+            self.write(event);
+        }
+    }
+
+    /// Writes a comment, for a stream whose first event takes long.
+    pub(crate) fn push_keep_alive(&mut self) {
+        self.writer.write_keep_alive(&mut self.pending);
+    }
+
+    fn write(&mut self, event: GenerateEvent) {
+        if self.has_ended {
+            return;
+        }
+        let out = &mut self.pending;
+        if !self.has_started && !matches!(event, GenerateEvent::Failed(_)) {
+            self.has_started = true;
+            for (index, _) in (0u32..).zip(&self.offsets) {
+                self.writer.write_start(out, index);
+                if !self.echo.is_empty() {
+                    self.writer.write_delta(out, index, &self.echo, None);
+                }
+            }
+        }
+        match event {
+            GenerateEvent::Delta(delta) => {
+                let tokens = logprobs(delta.logprobs);
+                let Some(offset) = self.offsets.get_mut(delta.index as usize) else { return };
+                let run = (!tokens.is_empty()).then_some(LogprobRun { tokens: &tokens, text_offset: *offset });
+                if !delta.text.is_empty() || run.is_some() {
+                    *offset = run.map_or(*offset, |run| run.end_offset());
+                    self.writer.write_delta(out, delta.index, &delta.text, run);
+                }
+            }
+            GenerateEvent::Finished(end) => {
+                for choice in &end.choices {
+                    self.writer.write_finish(out, choice.index, finish_word(choice.reason));
+                }
+                self.writer.write_done(out, usage_numbers(end.usage));
+                self.has_ended = true;
+            }
+            GenerateEvent::Failed(error) => {
+                self.writer.write_error(out, &error);
+                self.has_ended = true;
+            }
+        }
+    }
+
+    fn poll_bytes(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        if self.pending.is_empty() {
+            if self.has_ended {
+                return Poll::Ready(None);
+            }
+            match Pin::new(&mut self.events).poll_next(context) {
+                Poll::Ready(Some(batch)) => self.push(batch),
+                Poll::Ready(None) => {
+                    self.write(GenerateEvent::Failed(KvistError::new(Code::Internal, "the answer broke off")));
+                }
+                Poll::Pending => return self.poll_keep_alive(context),
+            }
+            if self.pending.is_empty() {
+                // A batch that shows nothing yet, such as half a character.
+                context.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+        }
+        self.wrote_at = Instant::now();
+        Poll::Ready(Some(self.pending.split().freeze()))
+    }
+
+    /// The timer is set anew only when it fires, so that a flowing stream does not pay for it.
+    fn poll_keep_alive(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        while self.timer.as_mut().poll(context).is_ready() {
+            let due = self.wrote_at + self.keep_alive;
+            let now = Instant::now();
+            if due <= now {
+                self.wrote_at = now;
+                self.timer.as_mut().reset((now + self.keep_alive).into());
+                // Polled once more here: the next call may be far away.
+                let _ = self.timer.as_mut().poll(context);
+                self.push_keep_alive();
+                return Poll::Ready(Some(self.pending.split().freeze()));
+            }
+            self.timer.as_mut().reset(due.into());
+        }
+        Poll::Pending
+    }
+}
+
+pub(crate) fn finish_word(reason: FinishReason) -> FinishWord {
+    match reason {
+        FinishReason::Length => FinishWord::Length,
+        _ => FinishWord::Stop,
+    }
+}
+
+pub(crate) fn usage_numbers(usage: Usage) -> UsageNumbers {
+    UsageNumbers {
+        prompt_tokens: usage.prompt_tokens,
+        completion_tokens: usage.completion_tokens,
+        cached_tokens: usage.cached_tokens,
+    }
+}

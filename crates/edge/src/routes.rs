@@ -1,0 +1,177 @@
+//! What each path answers.
+
+use std::{convert::Infallible, sync::Arc};
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use hyper::body::{Body as _, Incoming};
+use kvist_dialect::Endpoint;
+use kvist_errors::{Code, KvistError};
+use kvist_proto::router::v1::ModelSummary;
+use kvist_router::ApiKeys;
+use kvist_telemetry::ReadyFlag;
+use serde::Serialize;
+
+use crate::{
+    answer::{Answerer, Refusal, json, refuse, text_of},
+    body::EdgeBody,
+};
+
+/// Everything that a connection needs to answer.
+pub(crate) struct Routes {
+    pub(crate) answerer: Answerer,
+    pub(crate) keys: Arc<ApiKeys>,
+    pub(crate) ready: ReadyFlag,
+    pub(crate) body_limit_bytes: usize,
+}
+
+#[derive(Serialize)]
+struct ModelList<'a> {
+    object: &'static str,
+    data: Vec<ModelEntry<'a>>,
+}
+
+#[derive(Serialize)]
+struct ModelEntry<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: i64,
+    owned_by: &'static str,
+    max_model_len: u32,
+}
+
+impl<'a> From<&'a ModelSummary> for ModelEntry<'a> {
+    fn from(model: &'a ModelSummary) -> Self {
+        Self {
+            id: &model.name,
+            object: "model",
+            created: model.created_at.map_or(0, |created| created.seconds),
+            owned_by: "kvist",
+            max_model_len: model.context_tokens,
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Version {
+    version: &'static str,
+}
+
+impl Routes {
+    pub(crate) async fn serve(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Infallible> {
+        let echoed = text_of(request.headers(), "x-request-id").to_owned();
+        Ok(self.route(request).await.unwrap_or_else(|mut refusal| {
+            // A request that was refused before it got an id keeps the client's.
+            if refusal.request_id.is_none() && !echoed.is_empty() {
+                refusal.request_id = Some(echoed);
+            }
+            refuse(&refusal)
+        }))
+    }
+
+    async fn route(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Refusal> {
+        let path = request.uri().path();
+        match (request.method(), path) {
+            (&Method::POST, "/v1/chat/completions") => self.complete(Endpoint::ChatCompletions, request).await,
+            (&Method::POST, "/v1/completions") => self.complete(Endpoint::Completions, request).await,
+            (&Method::GET, "/v1/models") => {
+                self.check_key(&request)?;
+                let models = self.answerer.generate().models().await?;
+                let data = models.iter().map(ModelEntry::from).collect();
+                Ok(write(&ModelList { object: "list", data }))
+            }
+            (&Method::GET, "/health" | "/readyz") => Ok(match self.ready.reason() {
+                None => text(StatusCode::OK, "ok\n".to_owned()),
+                Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
+            }),
+            (&Method::GET, "/livez") => Ok(text(StatusCode::OK, "ok\n".to_owned())),
+            (&Method::GET, "/version") => Ok(write(&Version { version: env!("CARGO_PKG_VERSION") })),
+            (&Method::GET, _) if path.starts_with("/v1/models/") => {
+                self.check_key(&request)?;
+                // Names may hold slashes, and clients escape them or not.
+                let name = unescape(path.trim_start_matches("/v1/models/"));
+                let models = self.answerer.generate().models().await?;
+                let model = models.iter().find(|model| model.name == name).ok_or_else(|| {
+                    KvistError::field(Code::UnknownModel, "model", format!("there is no model \"{name}\""))
+                })?;
+                Ok(write(&ModelEntry::from(model)))
+            }
+            (method, path) => Err(KvistError::new(Code::NotFound, format!("there is no {method} {path}")).into()),
+        }
+    }
+
+    fn check_key(&self, request: &Request<Incoming>) -> Result<kvist_router::Caller, KvistError> {
+        let authorization = request.headers().get(http::header::AUTHORIZATION);
+        self.keys.check(authorization.and_then(|value| value.to_str().ok()))
+    }
+
+    async fn complete(&self, endpoint: Endpoint, request: Request<Incoming>) -> Result<Response<EdgeBody>, Refusal> {
+        let caller = self.check_key(&request)?;
+        let (parts, body) = request.into_parts();
+        let body = self.read(body).await?;
+        self.answerer.answer(endpoint, &parts.headers, caller, body).await
+    }
+
+    async fn read(&self, body: Incoming) -> Result<Bytes, KvistError> {
+        let limit = self.body_limit_bytes;
+        let too_large = || KvistError::new(Code::RequestTooLarge, format!("the body is larger than {limit} bytes"));
+        // A stated length is believed before a byte is read.
+        if body.size_hint().lower() > limit as u64 {
+            return Err(too_large());
+        }
+        match Limited::new(body, limit).collect().await {
+            Ok(collected) => Ok(collected.to_bytes()),
+            Err(error) if error.is::<LengthLimitError>() => Err(too_large()),
+            Err(_) => Err(KvistError::new(Code::Cancelled, "the body broke off")),
+        }
+    }
+}
+
+fn write(value: &impl Serialize) -> Response<EdgeBody> {
+    json(StatusCode::OK, serde_json::to_vec(value).unwrap_or_default())
+}
+
+fn text(status: StatusCode, text: String) -> Response<EdgeBody> {
+    let mut response = Response::new(EdgeBody::whole(text));
+    *response.status_mut() = status;
+    let plain = http::HeaderValue::from_static("text/plain; charset=utf-8");
+    response.headers_mut().insert(http::header::CONTENT_TYPE, plain);
+    response
+}
+
+/// Undoes percent escapes; what is none stays.
+fn unescape(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((first, after)) = rest.split_first() {
+        let escaped = (*first == b'%')
+            .then(|| after.get(..2))
+            .flatten()
+            .and_then(|hex| std::str::from_utf8(hex).ok())
+            .and_then(|hex| u8::from_str_radix(hex, 16).ok());
+        match escaped {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = after.get(2..).unwrap_or_default();
+            }
+            None => {
+                bytes.push(*first);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unescaped() {
+        assert_eq!("org/model é", unescape("org%2Fmodel%20%C3%A9"));
+        assert_eq!("100%", unescape("100%"));
+        assert_eq!("%zz", unescape("%zz"));
+    }
+}

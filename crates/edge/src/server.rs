@@ -1,0 +1,144 @@
+//! The HTTP server: connections and their ends.
+
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+
+use hyper::service::service_fn;
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+    server::conn::auto,
+};
+use kvist_router::{ApiKeys, Generate};
+use kvist_telemetry::ReadyFlag;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::{
+    sync::CancellationToken,
+    task::{AbortOnDropHandle, TaskTracker},
+};
+
+use crate::{answer::Answerer, routes::Routes};
+
+/// Time for the head of a request.
+const HEAD_TIME_LIMIT: Duration = Duration::from_secs(30);
+/// Requests at once on one HTTP/2 connection.
+const STREAMS: u32 = 1024;
+/// Wait after an accept that failed, as when file descriptors run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// How an edge serves.
+#[derive(Clone, Debug)]
+pub struct EdgeSettings {
+    /// `host:port`; port 0 for any free one.
+    pub listen: String,
+    /// Largest body.
+    pub body_limit_bytes: usize,
+    /// Time without an event after which a stream gets a comment line.
+    pub keep_alive_interval: Duration,
+}
+
+/// A running HTTP server. Dropping it ends its connections.
+#[derive(Debug)]
+pub struct EdgeServer {
+    address: SocketAddr,
+    closing: CancellationToken,
+    ending: CancellationToken,
+    connections: TaskTracker,
+    _accepting: AbortOnDropHandle<()>,
+}
+
+impl EdgeServer {
+    /// Listens and serves from then on.
+    ///
+    /// # Errors
+    /// The address cannot be listened on.
+    pub async fn start(
+        settings: &EdgeSettings,
+        generate: Arc<dyn Generate>,
+        keys: Arc<ApiKeys>,
+        ready: ReadyFlag,
+    ) -> io::Result<Self> {
+        let listener = TcpListener::bind(&settings.listen).await?;
+        let address = listener.local_addr()?;
+        let routes = Arc::new(Routes {
+            answerer: Answerer::new(generate, settings.keep_alive_interval),
+            keys,
+            ready,
+            body_limit_bytes: settings.body_limit_bytes,
+        });
+        let (closing, ending, connections) = (CancellationToken::new(), CancellationToken::new(), TaskTracker::new());
+        let accepting = tokio::spawn(accept(listener, routes, closing.clone(), ending.clone(), connections.clone()));
+        Ok(Self { address, closing, ending, connections, _accepting: AbortOnDropHandle::new(accepting) })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Takes no new connections, lets requests end for as long as given, then ends them.
+    pub async fn stop(self, time_limit: Duration) {
+        self.closing.cancel();
+        self.connections.close();
+        if tokio::time::timeout(time_limit, self.connections.wait()).await.is_err() {
+            self.ending.cancel();
+            self.connections.wait().await;
+        }
+    }
+}
+
+impl Drop for EdgeServer {
+    fn drop(&mut self) {
+        self.closing.cancel();
+        self.ending.cancel();
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    routes: Arc<Routes>,
+    closing: CancellationToken,
+    ending: CancellationToken,
+    connections: TaskTracker,
+) {
+    loop {
+        let accepted = tokio::select! {
+            () = closing.cancelled() => return,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                connections.spawn(serve(stream, Arc::clone(&routes), closing.clone(), ending.clone()));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "accept_failed");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn serve(stream: TcpStream, routes: Arc<Routes>, closing: CancellationToken, ending: CancellationToken) {
+    // Events are small and must not wait for each other.
+    let _ = stream.set_nodelay(true);
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME_LIMIT);
+    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(STREAMS);
+    let service = service_fn(move |request| {
+        let routes = Arc::clone(&routes);
+        async move { routes.serve(request).await }
+    });
+    let connection = builder.serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(connection);
+    let mut is_closing = false;
+    loop {
+        tokio::select! {
+            // How a connection ends is the client's business: a broken one is no event of ours.
+            _ = connection.as_mut() => return,
+            () = closing.cancelled(), if !is_closing => {
+                is_closing = true;
+                connection.as_mut().graceful_shutdown();
+            }
+            () = ending.cancelled() => return,
+        }
+    }
+}

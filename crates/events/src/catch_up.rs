@@ -1,0 +1,103 @@
+//! Asking a worker for what is missing.
+
+use std::time::Duration;
+
+use kvist_blocks::Incarnation;
+use kvist_proto::engine::v1::{ResumePosition, WatchKvEventsRequest, watch_kv_events_response::Part};
+use tokio::time::timeout;
+use tonic::transport::ClientTlsConfig;
+
+use crate::{
+    EventsError,
+    convert::{batch_from, collect_chunk, digest_from, source_from},
+    tracker::{CatchUpOrder, History, HistorySnapshot},
+    worker_channel,
+};
+
+/// Longest time between two parts of an answer.
+const PART_TIME_LIMIT: Duration = Duration::from_secs(10);
+
+/// What a worker has said so far.
+#[derive(Default)]
+struct Answer {
+    incarnation: Option<Incarnation>,
+    snapshot: Option<HistorySnapshot>,
+    snapshot_is_whole: bool,
+    history: Vec<kvist_blocks::Batch>,
+    digest: Option<crate::convert::StatedDigest>,
+}
+
+impl Answer {
+    /// Takes a part; true when it was the last.
+    fn take(&mut self, order: &CatchUpOrder, part: Part) -> Result<bool, EventsError> {
+        let source = match &part {
+            Part::Snapshot(chunk) => chunk.source.as_ref(),
+            Part::Batch(batch) => batch.source.as_ref(),
+            Part::Digest(digest) => digest.source.as_ref(),
+            Part::CaughtUp(caught_up) => caught_up.source.as_ref(),
+        };
+        let (key, incarnation) = source_from(source)?;
+        if key.worker != order.key.worker {
+            return Err(EventsError::Worker("another worker answers at the address".to_owned()));
+        }
+        if key.rank != order.key.rank {
+            return Ok(false);
+        }
+        if *self.incarnation.get_or_insert(incarnation) != incarnation {
+            return Err(EventsError::Malformed("two incarnations in one answer"));
+        }
+        match part {
+            Part::Snapshot(chunk) => {
+                if chunk.first {
+                    // A worker whose ring overflowed while it was sending begins again.
+                    let next_sequence = chunk.next_sequence;
+                    self.snapshot =
+                        Some(HistorySnapshot { next_sequence, blocks: Vec::new(), complete: chunk.complete });
+                    self.history.clear();
+                }
+                let snapshot = self.snapshot.as_mut().ok_or(EventsError::Malformed("snapshot without a beginning"))?;
+                if snapshot.next_sequence != chunk.next_sequence {
+                    return Err(EventsError::Malformed("chunks of two snapshots"));
+                }
+                collect_chunk(&chunk, &mut snapshot.blocks)?;
+                self.snapshot_is_whole = chunk.last;
+            }
+            Part::Batch(batch) => self.history.push(batch_from(&batch)?),
+            Part::Digest(digest) => self.digest = Some(digest_from(&digest)?),
+            Part::CaughtUp(_) => return Ok(true),
+        }
+        Ok(false)
+    }
+
+    fn finish(self) -> Result<History, EventsError> {
+        if self.snapshot.is_some() && !self.snapshot_is_whole {
+            return Err(EventsError::Malformed("snapshot without an end"));
+        }
+        let incarnation = self.incarnation.ok_or(EventsError::Malformed("no answer for the rank"))?;
+        Ok(History { incarnation, snapshot: self.snapshot, batches: self.history, digest: self.digest })
+    }
+}
+
+/// One question and its whole answer.
+pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -> Result<History, EventsError> {
+    let failed = |status: tonic::Status| EventsError::Worker(status.code().to_string());
+    let late = |_| EventsError::Worker("it fell silent".to_owned());
+    let mut client = worker_channel::client(order.key.worker.as_str(), &order.address, tls)?;
+    let rank = order.key.rank.0;
+    let resume_after = order
+        .resume
+        .map(|(incarnation, sequence)| ResumePosition { rank, incarnation: incarnation.0, sequence })
+        .into_iter()
+        .collect();
+    let request = WatchKvEventsRequest { resume_after, follow: false, ranks: vec![rank] };
+    let opened = timeout(PART_TIME_LIMIT, client.watch_kv_events(request)).await.map_err(late)?;
+    let mut parts = opened.map_err(failed)?.into_inner();
+    let mut answer = Answer::default();
+    while let Some(message) = timeout(PART_TIME_LIMIT, parts.message()).await.map_err(late)?.map_err(failed)? {
+        let part = message.part.ok_or(EventsError::Malformed("unknown part"))?;
+        if answer.take(order, part)? {
+            return answer.finish();
+        }
+    }
+    Err(EventsError::Worker("it broke off".to_owned()))
+}

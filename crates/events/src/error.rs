@@ -1,0 +1,27 @@
+//! What can go wrong, and what to do about it.
+
+/// Why events cannot flow, or a message was refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EventsError {
+    /// A name cannot be part of a subject: correct the setting.
+    #[error("{field} {value:?} must be lower-case letters, digits and '-', and not empty")]
+    Name {
+        /// Which name.
+        field: &'static str,
+        /// As given.
+        value: String,
+    },
+    /// The bus refuses the connection's settings: correct them. A bus that is merely away is no error.
+    #[error("the bus cannot be used: {0}")]
+    Bus(String),
+    /// A statement cannot be understood; its source is fetched anew.
+    #[error("malformed statement: {0}")]
+    Malformed(&'static str),
+    /// A worker's address is none: correct it.
+    #[error("worker {0} has an address that is none")]
+    Address(String),
+    /// A worker did not answer, or broke off; it is asked again.
+    #[error("the worker did not deliver its history: {0}")]
+    Worker(String),
+}

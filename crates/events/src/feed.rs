@@ -1,0 +1,368 @@
+//! The index's subscription: NATS and workers on one side, the index on the other.
+//!
+//! One task owns everything that is known of sources, so nothing here needs an order of locks; look-ups go to the index
+//! directly and never wait for this task.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use async_nats::Message;
+use futures::{FutureExt as _, StreamExt as _};
+use kvist_blocks::{Incarnation, WorkerUid};
+use kvist_index::Index;
+use kvist_proto::{
+    events::v1::{KvEventMessage, Tombstone},
+    router::v1::SourceStatus,
+};
+use parking_lot::Mutex;
+use prost::Message as _;
+use rand::SeedableRng as _;
+use tokio::{
+    sync::{Semaphore, mpsc, watch},
+    task::{AbortHandle, JoinHandle, JoinSet},
+    time::{Instant, MissedTickBehavior},
+};
+use tonic::transport::ClientTlsConfig;
+
+use crate::{
+    BusSettings, EventsError, FeedWorker, Subjects, TrackerCounters,
+    bus::{Bus, is_connected_state},
+    catch_up,
+    convert::{batch_from, digest_from, source_from, status_to},
+    tracker::{CatchUpOrder, History, Moment, Tracker, TrackerSettings},
+};
+
+const TICK: Duration = Duration::from_millis(250);
+/// Most messages applied before deaths and commands are looked at again.
+const MESSAGES_A_TURN: usize = 64;
+/// Ticks between two sweeps of what closed sources left in the index.
+const TICKS_A_SWEEP: u64 = 8;
+
+/// How an index is fed.
+#[derive(Clone, Debug)]
+pub struct FeedSettings {
+    /// The bus.
+    pub bus: BusSettings,
+    /// Time between two digests of a ledger; a source silent for three of them is STALE.
+    pub digest_interval: Duration,
+    /// When everything has to catch up, workers are asked over this time.
+    pub catch_up_spread: Duration,
+    /// Most histories fetched at once; bounds memory and what workers have to send.
+    pub most_catch_ups: usize,
+    /// Most batches kept for a source while it catches up.
+    pub most_kept_batches: usize,
+    /// TLS towards workers; none for plain connections.
+    pub worker_tls: Option<ClientTlsConfig>,
+}
+
+impl FeedSettings {
+    /// Defaults for a bus.
+    #[must_use]
+    pub fn new(bus: BusSettings) -> Self {
+        Self {
+            bus,
+            digest_interval: Duration::from_secs(5),
+            catch_up_spread: Duration::from_millis(500),
+            most_catch_ups: 8,
+            most_kept_batches: 16_384,
+            worker_tls: None,
+        }
+    }
+}
+
+/// Numbers of a feed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct FeedStats {
+    /// Whether the bus is connected.
+    pub bus_connected: bool,
+    /// Messages received.
+    pub messages: u64,
+    /// Sources being caught up.
+    pub catching_up_sources: usize,
+    /// Sources that have fallen silent.
+    pub silent_sources: usize,
+    /// What happened since the start.
+    #[serde(flatten)]
+    pub counters: TrackerCounters,
+}
+
+enum Command {
+    SetWorkers(Vec<FeedWorker>),
+    Close(Vec<(WorkerUid, Incarnation)>),
+}
+
+/// A running feed. Dropping it stops it.
+pub struct IndexFeed {
+    index: Arc<Index>,
+    commands: mpsc::UnboundedSender<Command>,
+    stats: Arc<Mutex<FeedStats>>,
+    bus_changes: watch::Receiver<u64>,
+    task: JoinHandle<()>,
+}
+
+impl IndexFeed {
+    /// Subscribes and begins; the bus may come later.
+    ///
+    /// # Errors
+    /// The settings of the bus are wrong.
+    pub async fn start(settings: FeedSettings, index: Arc<Index>) -> Result<Self, EventsError> {
+        let subjects = Subjects::new(&settings.bus.cluster)?;
+        let bus = Bus::connect(&settings.bus).await?;
+        // Subscriptions outlive the connection: the client makes them anew whenever it is back.
+        let closed = |_| EventsError::Bus("the connection is closed".to_owned());
+        let events = bus.client.subscribe(subjects.all_events()).await.map_err(closed)?;
+        let tombstones = bus.client.subscribe(subjects.all_tombstones()).await.map_err(closed)?;
+        let bus_changes = bus.state_changes();
+        let (commands, inbox) = mpsc::unbounded_channel();
+        let stats = Arc::new(Mutex::new(FeedStats::default()));
+        let tracker_settings = TrackerSettings {
+            silence_limit: settings.digest_interval * 3,
+            spread: settings.catch_up_spread,
+            most_kept_batches: settings.most_kept_batches,
+        };
+        let rng = rand::rngs::SmallRng::from_rng(&mut rand::rng());
+        let worker = Worker {
+            tracker: Tracker::new(Arc::clone(&index), tracker_settings, rng),
+            index: Arc::clone(&index),
+            bus,
+            started: Instant::now(),
+            stats: Arc::clone(&stats),
+            messages: 0,
+            permits: Arc::new(Semaphore::new(settings.most_catch_ups.max(1))),
+            fetches: JoinSet::new(),
+            fetch_of: HashMap::new(),
+            tls: settings.worker_tls,
+        };
+        let task = tokio::spawn(worker.run(inbox, events, tombstones));
+        Ok(Self { index, commands, stats, bus_changes, task })
+    }
+
+    /// The index that is fed.
+    #[must_use]
+    pub fn index(&self) -> &Arc<Index> {
+        &self.index
+    }
+
+    /// The workers there are. Those that are missing are forgotten; new ones, and new incarnations, are fetched.
+    pub fn set_workers(&self, workers: Vec<FeedWorker>) {
+        // The task ends only with the feed itself.
+        let _ = self.commands.send(Command::SetWorkers(workers));
+    }
+
+    /// Incarnations that are known to be dead, from the cluster state; as tombstones on the bus.
+    pub fn close_incarnations(&self, dead: Vec<(WorkerUid, Incarnation)>) {
+        let _ = self.commands.send(Command::Close(dead));
+    }
+
+    /// All sources, by worker and rank.
+    #[must_use]
+    pub fn sources(&self) -> Vec<SourceStatus> {
+        self.index.sources().iter().map(status_to).collect()
+    }
+
+    /// Numbers since the start, a moment old at most.
+    #[must_use]
+    pub fn stats(&self) -> FeedStats {
+        FeedStats { bus_connected: is_connected_state(*self.bus_changes.borrow()), ..*self.stats.lock() }
+    }
+
+    /// Whether the bus is connected.
+    #[must_use]
+    pub fn is_bus_connected(&self) -> bool {
+        is_connected_state(*self.bus_changes.borrow())
+    }
+}
+
+impl Drop for IndexFeed {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+type Fetched = (CatchUpOrder, Result<History, EventsError>);
+
+struct Worker {
+    tracker: Tracker,
+    index: Arc<Index>,
+    bus: Bus,
+    started: Instant,
+    stats: Arc<Mutex<FeedStats>>,
+    messages: u64,
+    permits: Arc<Semaphore>,
+    fetches: JoinSet<Fetched>,
+    /// The open fetch of each source, to end it when it is superseded.
+    fetch_of: HashMap<kvist_blocks::SourceKey, (CatchUpOrder, AbortHandle)>,
+    tls: Option<ClientTlsConfig>,
+}
+
+impl Worker {
+    async fn run(
+        mut self,
+        mut inbox: mpsc::UnboundedReceiver<Command>,
+        mut events: async_nats::Subscriber,
+        mut tombstones: async_nats::Subscriber,
+    ) {
+        let mut bus_changes = self.bus.state_changes();
+        bus_changes.mark_changed();
+        let mut seen_state = 0;
+        let mut ticks = tokio::time::interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut tick_count = 0u64;
+        loop {
+            tokio::select! {
+                // Deaths and changes of the bus go before events: both say which events still count.
+                biased;
+                changed = bus_changes.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    let state = *bus_changes.borrow_and_update();
+                    // Away and back between two looks is another number, and so still seen as away.
+                    if state != seen_state {
+                        self.tracker.set_bus_connected(is_connected_state(state), self.now());
+                    }
+                    seen_state = state;
+                }
+                command = inbox.recv() => match command {
+                    Some(Command::SetWorkers(workers)) => self.tracker.set_workers(workers, self.now()),
+                    Some(Command::Close(dead)) => {
+                        dead.iter().for_each(|(worker, incarnation)| self.tracker.close(worker, *incarnation));
+                    }
+                    None => return,
+                },
+                Some(message) = tombstones.next() => self.tombstone(&message),
+                Some(joined) = self.fetches.join_next() => {
+                    if let Ok((order, answer)) = joined {
+                        self.answered(&order, answer);
+                    }
+                }
+                _ = ticks.tick() => {
+                    self.tracker.tick(self.now());
+                    tick_count += 1;
+                    if tick_count.is_multiple_of(TICKS_A_SWEEP) {
+                        self.index.collect_garbage();
+                    }
+                }
+                message = events.next() => match message {
+                    Some(message) => {
+                        self.event_message(&message);
+                        // What is at hand goes in one turn; the rest of the loop then costs little a message.
+                        for _ in 0..MESSAGES_A_TURN {
+                            let Some(Some(message)) = events.next().now_or_never() else { break };
+                            self.event_message(&message);
+                        }
+                    }
+                    // The client is closed; there is nothing left to hear.
+                    None => return,
+                },
+            }
+            self.start_fetches();
+            self.publish_stats();
+        }
+    }
+
+    fn now(&self) -> Moment {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Moment { since_start: self.started.elapsed(), unix_nanos: u64::try_from(unix.as_nanos()).unwrap_or(u64::MAX) }
+    }
+
+    fn event_message(&mut self, message: &Message) {
+        self.messages += 1;
+        let now = self.now();
+        let Ok(decoded) = KvEventMessage::decode(message.payload.clone()) else {
+            return self.tracker.unreadable();
+        };
+        for batch in &decoded.batches {
+            let Ok((key, incarnation)) = source_from(batch.source.as_ref()) else {
+                self.tracker.unreadable();
+                continue;
+            };
+            match batch_from(batch) {
+                Ok(batch) => self.tracker.batch(&key, incarnation, batch, now),
+                Err(_) => self.tracker.malformed(&key, incarnation, now),
+            }
+        }
+        if let Some(digest) = &decoded.digest {
+            let Ok((key, incarnation)) = source_from(digest.source.as_ref()) else {
+                return self.tracker.unreadable();
+            };
+            match digest_from(digest) {
+                Ok(digest) => self.tracker.digest(&key, incarnation, &digest, now),
+                Err(_) => self.tracker.malformed(&key, incarnation, now),
+            }
+        }
+    }
+
+    fn tombstone(&mut self, message: &Message) {
+        self.messages += 1;
+        match Tombstone::decode(message.payload.clone()) {
+            Ok(tombstone) => {
+                let worker = WorkerUid::from(tombstone.worker_uid.as_str());
+                tracing::info!(
+                    worker = worker.as_str(),
+                    incarnation = tombstone.incarnation,
+                    reason = tombstone.reason,
+                    "worker_incarnation_closed"
+                );
+                self.tracker.close(&worker, Incarnation(tombstone.incarnation));
+            }
+            Err(_) => self.tracker.unreadable(),
+        }
+    }
+
+    fn start_fetches(&mut self) {
+        for order in self.tracker.take_orders() {
+            if !self.tracker.is_open(&order) {
+                continue;
+            }
+            let (permits, tls, asked) = (Arc::clone(&self.permits), self.tls.clone(), order.clone());
+            let handle = self.fetches.spawn(async move {
+                tokio::time::sleep(asked.delay).await;
+                // The semaphore is never closed; without a permit the answer would be an error like any other.
+                let Ok(_permit) = permits.acquire().await else {
+                    return (asked, Err(EventsError::Worker("no permit".to_owned())));
+                };
+                let answer = catch_up::fetch(&asked, tls.as_ref()).await;
+                (asked, answer)
+            });
+            if let Some((_, superseded)) = self.fetch_of.insert(order.key.clone(), (order, handle)) {
+                superseded.abort();
+            }
+        }
+        // Questions that nobody waits for any more, such as those to the dead.
+        let tracker = &self.tracker;
+        self.fetch_of.retain(|_, (order, handle)| {
+            let is_open = tracker.is_open(order);
+            if !is_open {
+                handle.abort();
+            }
+            is_open
+        });
+    }
+
+    fn answered(&mut self, order: &CatchUpOrder, answer: Result<History, EventsError>) {
+        let answer = answer.map_err(|error| {
+            tracing::debug!(
+                worker = order.key.worker.as_str(),
+                rank = order.key.rank.0,
+                error = error.to_string(),
+                "kv_catch_up_failed"
+            );
+        });
+        self.tracker.answer(order, answer, self.now());
+    }
+
+    fn publish_stats(&self) {
+        let (catching_up_sources, silent_sources) = self.tracker.catching_up_and_silent();
+        *self.stats.lock() = FeedStats {
+            bus_connected: false,
+            messages: self.messages,
+            catching_up_sources,
+            silent_sources,
+            counters: self.tracker.counters(),
+        };
+    }
+}

@@ -1,0 +1,29 @@
+//! KV events on NATS: the agent's relay, the index's subscription, catch-up.
+//!
+//! ```text
+//! worker ledger ══WatchKvEvents══▶ Relay ══NATS══▶ IndexFeed ──▶ Index
+//!        ▲                                             │
+//!        └──────────── WatchKvEvents, no follow ◀──────┘ on start, gap, mismatch, new incarnation
+//! ```
+//!
+//! The bus carries deltas and is never the record. Whatever it loses, repeats or reorders is found by sequence or by
+//! digest and fetched from the worker itself, so a feed needs no acknowledgements and a relay keeps no history.
+
+mod bootstrap;
+mod bus;
+mod catch_up;
+pub mod convert;
+mod error;
+mod feed;
+mod relay;
+mod subject;
+mod tracker;
+mod worker_channel;
+
+pub use bootstrap::bootstrap_chunks;
+pub use bus::BusSettings;
+pub use error::EventsError;
+pub use feed::{FeedSettings, FeedStats, IndexFeed};
+pub use relay::{Relay, RelaySettings, RelayStats, RelayWorker, RelayWorkerStats};
+pub use subject::Subjects;
+pub use tracker::{FeedWorker, TrackerCounters};

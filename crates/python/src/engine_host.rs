@@ -1,0 +1,173 @@
+//! What a Python engine is given: its ledger, its place to report load, and a sink for each request.
+
+use std::time::Duration;
+
+use kvist_blocks::BlockHash;
+use kvist_errors::{Code, KvistError};
+use kvist_ledger::EngineHash;
+use kvist_proto::{
+    engine::v1::{Finished, TokenDelta},
+    events::v1::LoadReport,
+};
+use kvist_worker::{EngineHost, RequestSink};
+use prost::Message as _;
+use pyo3::prelude::*;
+
+use crate::failure::raise_invalid;
+
+/// The ledgers and the load of a worker. All methods may be called from any thread.
+#[pyclass(frozen, name = "EngineHost", module = "kvist._core")]
+pub(crate) struct Host {
+    inner: EngineHost,
+}
+
+impl Host {
+    pub(crate) fn new(inner: EngineHost) -> Self {
+        Self { inner }
+    }
+}
+
+#[pymethods]
+impl Host {
+    /// Tokens a block.
+    #[getter]
+    fn block_size_tokens(&self) -> usize {
+        self.inner.block_size_tokens()
+    }
+
+    /// Blocks are in the cache from here on, each the parent of the next.
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    #[pyo3(signature = (rank, engine_hashes, parent, tokens, adapter="", cache_salt=""))]
+    fn stored(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        engine_hashes: Vec<u64>,
+        parent: Option<u64>,
+        tokens: Vec<u32>,
+        adapter: &str,
+        cache_salt: &str,
+    ) {
+        py.detach(|| {
+            let root = self.inner.root(adapter, cache_salt);
+            self.inner.stored(rank, hashes(engine_hashes), parent.map(EngineHash), tokens, root);
+        });
+    }
+
+    /// One copy of each of these blocks has left the cache. Said before their memory is used for something else.
+    fn removed(&self, py: Python<'_>, rank: u32, engine_hashes: Vec<u64>) {
+        py.detach(|| self.inner.removed(rank, hashes(engine_hashes)));
+    }
+
+    /// The cache of a rank is empty.
+    fn cleared(&self, py: Python<'_>, rank: u32) {
+        py.detach(|| self.inner.cleared(rank));
+    }
+
+    /// Block hashes of a prompt, as the ledger names them.
+    #[pyo3(signature = (tokens, adapter="", cache_salt=""))]
+    fn block_hashes(&self, py: Python<'_>, tokens: Vec<u32>, adapter: &str, cache_salt: &str) -> Vec<u64> {
+        py.detach(|| {
+            let root = self.inner.root(adapter, cache_salt);
+            let hashes = kvist_blocks::block_hashes(root, &tokens, self.inner.block_size_tokens());
+            hashes.into_iter().map(|hash| hash.0).collect()
+        })
+    }
+
+    /// Leading blocks of a prompt that the ledger claims.
+    fn claimed_blocks(&self, py: Python<'_>, rank: u32, block_hashes: Vec<u64>) -> usize {
+        py.detach(|| {
+            let prompt: Vec<BlockHash> = block_hashes.into_iter().map(BlockHash).collect();
+            self.inner.claimed_blocks(rank, &prompt)
+        })
+    }
+
+    /// Replaces the load report of its rank: an encoded `kvist.events.v1.LoadReport`, numbered by the worker.
+    fn report_load(&self, py: Python<'_>, report: &[u8]) -> PyResult<()> {
+        let report = LoadReport::decode(report).map_err(|error| raise_invalid("report", error))?;
+        py.detach(|| self.inner.report_load(report));
+        Ok(())
+    }
+
+    /// The engine is broken: nothing new is taken and what runs fails. The reason is for the log.
+    fn failed(&self, py: Python<'_>, reason: &str) {
+        py.detach(|| self.inner.engine_failed(reason));
+    }
+}
+
+/// Where the events of one request go. Dropped before its end, the request fails.
+#[pyclass(frozen, name = "RequestSink", module = "kvist._core")]
+pub(crate) struct Sink {
+    inner: RequestSink,
+}
+
+impl Sink {
+    pub(crate) fn new(inner: RequestSink) -> Self {
+        Self { inner }
+    }
+
+    pub(crate) fn fail(&self, error: &KvistError) {
+        self.inner.failed(error);
+    }
+}
+
+#[pymethods]
+impl Sink {
+    /// Id of the request.
+    #[getter]
+    fn request_id(&self) -> &str {
+        self.inner.request_id()
+    }
+
+    /// New tokens of the first choice. `logprobs` is an encoded `TokenDelta` whose log-probabilities are taken;
+    /// `cached_tokens` goes with the first tokens.
+    #[pyo3(signature = (token_ids, logprobs=None, cached_tokens=None))]
+    fn tokens(
+        &self,
+        py: Python<'_>,
+        token_ids: Vec<u32>,
+        logprobs: Option<&[u8]>,
+        cached_tokens: Option<u32>,
+    ) -> PyResult<()> {
+        let logprobs = match logprobs {
+            Some(encoded) => TokenDelta::decode(encoded).map_err(|error| raise_invalid("logprobs", error))?.logprobs,
+            None => Vec::new(),
+        };
+        py.detach(|| self.inner.tokens(token_ids, logprobs, cached_tokens));
+        Ok(())
+    }
+
+    /// The engine ended the request: an encoded `kvist.engine.v1.Finished`.
+    fn finished(&self, py: Python<'_>, finished: &[u8]) -> PyResult<()> {
+        let finished = Finished::decode(finished).map_err(|error| raise_invalid("finished", error))?;
+        py.detach(|| self.inner.finished(finished));
+        Ok(())
+    }
+
+    /// The request failed, with a code of the catalogue and a public text.
+    #[pyo3(signature = (code, message, not_started=false, retry_after_ms=None))]
+    fn failed(
+        &self,
+        py: Python<'_>,
+        code: &str,
+        message: &str,
+        not_started: bool,
+        retry_after_ms: Option<u64>,
+    ) -> PyResult<()> {
+        let known = Code::from_name(code).ok_or_else(|| raise_invalid("code", "is not in the catalogue"))?;
+        let mut error = KvistError::new(known, message);
+        error.not_started = not_started;
+        error.retry_after = retry_after_ms.map(Duration::from_millis);
+        py.detach(|| self.inner.failed(&error));
+        Ok(())
+    }
+
+    /// Whether somebody has asked for its end.
+    fn is_aborted(&self) -> bool {
+        self.inner.is_aborted()
+    }
+}
+
+fn hashes(engine_hashes: Vec<u64>) -> Vec<EngineHash> {
+    engine_hashes.into_iter().map(EngineHash).collect()
+}

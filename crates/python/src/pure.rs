@@ -1,0 +1,52 @@
+//! Functions without state.
+
+use kvist_blocks::{HashSeed, Namespace};
+use pyo3::prelude::*;
+
+/// Kvist's block hashes of the whole blocks of a prompt.
+#[pyfunction]
+pub(crate) fn block_hashes(
+    py: Python<'_>,
+    hash_seed: u64,
+    namespace: &str,
+    adapter: &str,
+    cache_salt: &str,
+    tokens: Vec<u32>,
+    block_size_tokens: usize,
+) -> PyResult<Vec<u64>> {
+    if block_size_tokens == 0 {
+        return Err(crate::failure::raise_invalid("block_size_tokens", "must be at least 1"));
+    }
+    // Long prompts take longer than other threads should wait.
+    Ok(py.detach(|| {
+        let root = Namespace::new(namespace, adapter, cache_salt).root(HashSeed(hash_seed));
+        kvist_blocks::block_hashes(root, &tokens, block_size_tokens).into_iter().map(|hash| hash.0).collect()
+    }))
+}
+
+/// Blocks of a prompt that a cache can serve.
+#[pyfunction]
+pub(crate) fn usable_blocks(prompt_tokens: usize, block_size_tokens: usize) -> PyResult<usize> {
+    if block_size_tokens == 0 {
+        return Err(crate::failure::raise_invalid("block_size_tokens", "must be at least 1"));
+    }
+    Ok(kvist_blocks::usable_blocks(prompt_tokens, block_size_tokens))
+}
+
+/// The error catalogue as JSON text.
+#[pyfunction]
+pub(crate) fn error_catalogue() -> String {
+    serde_json::to_string(&kvist_errors::catalogue()).unwrap_or_default()
+}
+
+/// A new incarnation: microseconds of the Unix time, and above `floor` whatever the clock says.
+#[pyfunction]
+pub(crate) fn new_incarnation(floor: u64) -> u64 {
+    kvist_worker::new_incarnation(floor)
+}
+
+/// BLAKE3 of a file's bytes, lower-case hex: the digest that pools compare.
+#[pyfunction]
+pub(crate) fn digest_hex(py: Python<'_>, data: &[u8]) -> String {
+    py.detach(|| kvist_text::digest_hex(data))
+}

@@ -1,0 +1,215 @@
+//! Why requests went where they went: the last decisions, and a stream of the new ones.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, OnceLock},
+    time::{Duration, SystemTime},
+};
+
+use kvist_blocks::{Incarnation, Tier};
+use kvist_index::SourceState;
+use kvist_proto::events::v1::{self as wire, DecisionRecord, Receipt, TierMatch};
+use kvist_schedule::{POLICY_LEAST_TOKENS, TargetId};
+use parking_lot::Mutex;
+use tokio::sync::broadcast;
+
+/// Decisions that wait for a slow watcher.
+const WATCH_BUFFER: usize = 1024;
+
+/// What the index said of a candidate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Claim {
+    pub(crate) incarnation: Incarnation,
+    pub(crate) state: SourceState,
+    pub(crate) applied_sequence: Option<u64>,
+    pub(crate) tier_blocks: [u32; 4],
+}
+
+/// One candidate as it was seen.
+#[derive(Clone, Debug)]
+pub(crate) struct SeenCandidate {
+    pub(crate) target: TargetId,
+    /// None when the index knew no such source.
+    pub(crate) claim: Option<Claim>,
+    pub(crate) uncached_tokens: u64,
+    pub(crate) promised_tokens: u64,
+    pub(crate) cost_tokens: Option<u64>,
+    pub(crate) excluded: Option<&'static str>,
+}
+
+/// How a decided request went on.
+#[derive(Debug, Default)]
+pub(crate) struct Ending {
+    pub(crate) receipt: Option<Receipt>,
+    pub(crate) outcome: &'static str,
+    pub(crate) time_to_first_token: Option<Duration>,
+}
+
+/// One decision, kept small; it becomes a record when somebody asks.
+#[derive(Debug)]
+pub(crate) struct SeenDecision {
+    pub(crate) request_id: Arc<str>,
+    pub(crate) model: Arc<str>,
+    pub(crate) decided_at: SystemTime,
+    pub(crate) prompt_tokens: u32,
+    pub(crate) prompt_blocks: u32,
+    pub(crate) block_size_tokens: u32,
+    pub(crate) candidates: Vec<SeenCandidate>,
+    pub(crate) chosen: Option<usize>,
+    pub(crate) chosen_incarnation: Option<Incarnation>,
+    pub(crate) attempt: u32,
+    pub(crate) duration: Duration,
+    pub(crate) ending: OnceLock<Ending>,
+}
+
+impl SeenDecision {
+    pub(crate) fn chosen_candidate(&self) -> Option<&SeenCandidate> {
+        self.chosen.and_then(|position| self.candidates.get(position))
+    }
+
+    pub(crate) fn to_record(&self) -> DecisionRecord {
+        let ending = self.ending.get();
+        DecisionRecord {
+            request_id: self.request_id.to_string(),
+            model: self.model.to_string(),
+            decided_at: Some(self.decided_at.into()),
+            prompt_tokens: self.prompt_tokens,
+            prompt_blocks: self.prompt_blocks,
+            block_size_tokens: self.block_size_tokens,
+            candidates: self.candidates.iter().map(SeenCandidate::to_wire).collect(),
+            chosen_candidate: self.chosen.and_then(|position| u32::try_from(position).ok()),
+            policy: POLICY_LEAST_TOKENS.to_owned(),
+            attempt: self.attempt,
+            decision_duration: to_wire_duration(self.duration),
+            receipt: ending.and_then(|ending| ending.receipt),
+            outcome: ending.map_or("", |ending| ending.outcome).to_owned(),
+            time_to_first_token: ending.and_then(|ending| ending.time_to_first_token).and_then(to_wire_duration),
+        }
+    }
+}
+
+pub(crate) fn to_wire_duration(duration: Duration) -> Option<prost_types::Duration> {
+    duration.try_into().ok()
+}
+
+impl SeenCandidate {
+    fn to_wire(&self) -> wire::Candidate {
+        #[expect(clippy::cast_precision_loss, reason = "a cost is compared before it is converted")]
+        let cost = self.cost_tokens.unwrap_or(0) as f64;
+        let claim = self.claim.as_ref();
+        let matches = claim.map(|claim| {
+            let tiers = Tier::ALL.into_iter().zip(claim.tier_blocks);
+            let held = tiers.filter(|(_, blocks)| *blocks > 0);
+            held.map(|(tier, blocks)| TierMatch { tier: tier.to_number(), blocks }).collect()
+        });
+        wire::Candidate {
+            worker_uid: self.target.worker.to_string(),
+            rank: self.target.rank.0,
+            incarnation: claim.map_or(0, |claim| claim.incarnation.0),
+            source_state: claim.map_or(wire::SourceState::Unspecified, |claim| state_to_wire(claim.state)).into(),
+            applied_sequence: claim.and_then(|claim| claim.applied_sequence),
+            matches: matches.unwrap_or_default(),
+            uncached_tokens: u32::try_from(self.uncached_tokens).unwrap_or(u32::MAX),
+            promised_tokens: self.promised_tokens,
+            cost,
+            filtered_reason: self.excluded.unwrap_or_default().to_owned(),
+        }
+    }
+}
+
+pub(crate) fn state_to_wire(state: SourceState) -> wire::SourceState {
+    match state {
+        SourceState::Exact => wire::SourceState::Exact,
+        SourceState::CatchingUp => wire::SourceState::CatchingUp,
+        SourceState::Partial => wire::SourceState::Partial,
+        SourceState::Truncated => wire::SourceState::Truncated,
+        SourceState::Stale => wire::SourceState::Stale,
+    }
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    by_request: HashMap<Arc<str>, Vec<Arc<SeenDecision>>>,
+    order: VecDeque<Arc<str>>,
+}
+
+/// The last decisions by request.
+#[derive(Debug)]
+pub(crate) struct Explanations {
+    ring: Mutex<Ring>,
+    capacity: usize,
+    watchers: broadcast::Sender<Arc<SeenDecision>>,
+}
+
+impl Explanations {
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { ring: Mutex::default(), capacity: capacity.max(1), watchers: broadcast::Sender::new(WATCH_BUFFER) }
+    }
+
+    pub(crate) fn add(&self, decision: &Arc<SeenDecision>) {
+        {
+            let mut ring = self.ring.lock();
+            let ring = &mut *ring;
+            match ring.by_request.get_mut(&decision.request_id) {
+                Some(decisions) => decisions.push(Arc::clone(decision)),
+                None => {
+                    ring.by_request.insert(Arc::clone(&decision.request_id), vec![Arc::clone(decision)]);
+                    ring.order.push_back(Arc::clone(&decision.request_id));
+                    if ring.order.len() > self.capacity
+                        && let Some(oldest) = ring.order.pop_front()
+                    {
+                        ring.by_request.remove(&oldest);
+                    }
+                }
+            }
+        }
+        if self.watchers.receiver_count() > 0 {
+            let _ = self.watchers.send(Arc::clone(decision));
+        }
+    }
+
+    /// The decisions of a request, in order of attempts.
+    pub(crate) fn of(&self, request_id: &str) -> Option<Vec<DecisionRecord>> {
+        let decisions = self.ring.lock().by_request.get(request_id).cloned()?;
+        Some(decisions.iter().map(|decision| decision.to_record()).collect())
+    }
+
+    pub(crate) fn watch(&self) -> broadcast::Receiver<Arc<SeenDecision>> {
+        self.watchers.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decision(request_id: &str, attempt: u32) -> Arc<SeenDecision> {
+        Arc::new(SeenDecision {
+            request_id: request_id.into(),
+            model: "m".into(),
+            decided_at: SystemTime::UNIX_EPOCH,
+            prompt_tokens: 1,
+            prompt_blocks: 0,
+            block_size_tokens: 16,
+            candidates: Vec::new(),
+            chosen: None,
+            chosen_incarnation: None,
+            attempt,
+            duration: Duration::ZERO,
+            ending: OnceLock::new(),
+        })
+    }
+
+    #[test]
+    fn the_oldest_request_is_forgotten_with_all_its_attempts() {
+        let explanations = Explanations::new(2);
+        for (request, attempt) in [("a", 1), ("a", 2), ("b", 1), ("c", 1)] {
+            explanations.add(&decision(request, attempt));
+        }
+        assert_eq!(None, explanations.of("a"));
+        assert_eq!(1, explanations.of("b").unwrap().len());
+        explanations.add(&decision("c", 2));
+        let attempts: Vec<u32> = explanations.of("c").unwrap().iter().map(|record| record.attempt).collect();
+        assert_eq!(vec![1, 2], attempts);
+    }
+}

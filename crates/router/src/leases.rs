@@ -1,0 +1,61 @@
+//! Reservations that another gateway holds.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvist_proto::events::v1::Receipt;
+use parking_lot::Mutex;
+
+use crate::{
+    explain::{Ending, SeenDecision},
+    select::Reservation,
+};
+
+/// How long a lease lives when nobody says.
+pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
+/// How long it may live.
+pub(crate) const LONGEST_LEASE: Duration = Duration::from_secs(3600);
+
+#[derive(Debug)]
+struct Lease {
+    /// Held for its end.
+    _reservation: Reservation,
+    decision: Arc<SeenDecision>,
+    expires_at: Instant,
+}
+
+/// Reservations by the id that `Select` gave out.
+#[derive(Debug, Default)]
+pub(crate) struct Leases {
+    open: Mutex<HashMap<String, Lease>>,
+}
+
+impl Leases {
+    pub(crate) fn add(&self, id: String, reservation: Reservation, decision: Arc<SeenDecision>, expires_at: Instant) {
+        self.open.lock().insert(id, Lease { _reservation: reservation, decision, expires_at });
+    }
+
+    /// Ends a lease; false when it had ended before.
+    pub(crate) fn release(&self, id: &str, receipt: Option<Receipt>) -> bool {
+        let lease = self.open.lock().remove(id);
+        if let Some(lease) = &lease {
+            let _ = lease.decision.ending.set(Ending { receipt, outcome: "released", time_to_first_token: None });
+        }
+        lease.is_some()
+    }
+
+    /// Ends what nobody has released in time.
+    pub(crate) fn expire(&self, now: Instant) {
+        // Dropped after the lock is free.
+        let _expired: Vec<Lease> =
+            self.open.lock().extract_if(|_, lease| lease.expires_at <= now).map(|(_, l)| l).collect();
+    }
+
+    /// Ends all.
+    pub(crate) fn clear(&self) {
+        self.open.lock().clear();
+    }
+}

@@ -1,0 +1,335 @@
+//! The life of one request after it has been placed: events, text, one retry, deadline, end.
+
+use std::{pin::Pin, sync::Arc};
+
+use futures::{Stream, stream};
+use kvist_errors::{Code, KvistError};
+use kvist_link::{RequestEvent, RequestStream};
+use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, TokenIds, engine_request::Prompt};
+use kvist_schedule::TargetId;
+use tokio::time::Sleep;
+use tokio_util::sync::WaitForCancellationFutureOwned;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::{
+    answer::Answer,
+    cluster::ModelView,
+    core::RouterCore,
+    explain::Ending,
+    generate::GenerateEvent,
+    record::RequestRecord,
+    select::{Demand, Placement},
+};
+
+/// Placements of a request: the first, and one more when its engine was lost before the first token.
+const MOST_ATTEMPTS: u32 = 2;
+
+/// By how much a worker's clock may be ahead when it ends a request at its deadline.
+const DEADLINE_SLACK: std::time::Duration = std::time::Duration::from_millis(20);
+
+fn late() -> KvistError {
+    KvistError::new(Code::DeadlineExceeded, "the request took too long")
+}
+
+/// One placed request. Dropping it ends the request at the worker and its reservation.
+pub(crate) struct Life {
+    core: Arc<RouterCore>,
+    model: Arc<ModelView>,
+    demand: Demand,
+    /// The request without its prompt; filled in for each attempt.
+    template: EngineRequest,
+    answer: Answer,
+    placed: Option<Placed>,
+    tried: Vec<TargetId>,
+    has_tokens: bool,
+    deadline: Pin<Box<Sleep>>,
+    stopped: Pin<Box<WaitForCancellationFutureOwned>>,
+    span: tracing::Span,
+    /// Last, so that the reservation is gone before the request is counted as ended.
+    record: RequestRecord,
+}
+
+struct Placed {
+    stream: RequestStream,
+    placement: Placement,
+    span: tracing::Span,
+    has_asked_for_end: bool,
+}
+
+/// What wakes a life.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "it lives for a moment on the stack; a box would cost an allocation a frame"
+)]
+enum Woken {
+    Event(Option<RequestEvent>),
+    Deadline,
+    Stopped,
+}
+
+impl Life {
+    #[expect(clippy::too_many_arguments, reason = "the parts of a request, put together once")]
+    pub(crate) fn new(
+        core: Arc<RouterCore>,
+        model: Arc<ModelView>,
+        demand: Demand,
+        template: EngineRequest,
+        answer: Answer,
+        deadline: tokio::time::Instant,
+        span: tracing::Span,
+        record: RequestRecord,
+    ) -> Self {
+        let stopped = Box::pin(core.stopped.clone().cancelled_owned());
+        Self {
+            core,
+            model,
+            demand,
+            template,
+            answer,
+            placed: None,
+            tried: Vec::new(),
+            has_tokens: false,
+            deadline: Box::pin(tokio::time::sleep_until(deadline)),
+            stopped,
+            span,
+            record,
+        }
+    }
+
+    /// Chooses a target and sends the request there.
+    ///
+    /// # Errors
+    /// There is no target; nothing runs.
+    pub(crate) fn place(&mut self) -> Result<(), KvistError> {
+        let attempt = self.record.attempts + 1;
+        let view = self.core.view();
+        // The newest state counts for a retry: the worker may just have been withdrawn.
+        if let Some(model) = view.models.get(&*self.model.name) {
+            self.model = Arc::clone(model);
+        }
+        let select_span = tracing::info_span!(
+            parent: &self.span, "kvist.select",
+            kvist.attempt = attempt, kvist.worker_uid = tracing::field::Empty, kvist.rank = tracing::field::Empty,
+        );
+        let (decision, result) = select_span
+            .in_scope(|| self.core.selector.select(&view, &self.model, &self.demand, &self.tried, attempt, true));
+        self.core.metrics.decision_seconds.observe(decision.duration.as_secs_f64());
+        self.core.explanations.add(&decision);
+        // A retry that finds nobody leaves the first attempt's story as it was.
+        if result.is_ok() || attempt == 1 {
+            self.record.decided(&decision);
+        }
+        let placement = result.inspect_err(|error| {
+            let _ = decision.ending.set(Ending { outcome: error.code.name(), ..Ending::default() });
+        })?;
+        let worker = placement.node.uid.as_str();
+        select_span.record("kvist.worker_uid", worker).record("kvist.rank", placement.rank);
+        self.tried.push(TargetId { worker: placement.node.uid.clone(), rank: kvist_blocks::Rank(placement.rank) });
+        let span = tracing::info_span!(
+            parent: &self.span, "kvist.engine", otel.kind = "client",
+            kvist.worker_uid = worker, kvist.rank = placement.rank, kvist.attempt = attempt,
+            kvist.cached_tokens = tracing::field::Empty, gen_ai.usage.output_tokens = tracing::field::Empty,
+            kvist.outcome = tracing::field::Empty, otel.status_description = tracing::field::Empty,
+        );
+        let mut request = self.template.clone();
+        request.prompt = Some(Prompt::Tokens(TokenIds { ids: self.demand.tokens.to_vec() }));
+        request.rank = placement.rank;
+        request.pool_revision.clone_from(&placement.node.target.pool_revision);
+        request.expected_cached_tokens = placement.expected_cached_tokens;
+        let time_left = self.deadline.deadline().saturating_duration_since(tokio::time::Instant::now());
+        request.time_left = time_left.try_into().ok();
+        let inbound = (!self.template.traceparent.is_empty()).then_some(self.template.traceparent.as_str());
+        request.traceparent = kvist_telemetry::propagate(&span, inbound).unwrap_or_default();
+        self.record.expected_cached_tokens = placement.expected_cached_tokens;
+        let Some(connection) = &placement.node.connection else {
+            return Err(KvistError::new(Code::Internal, "a target without a connection was chosen"));
+        };
+        let stream = connection.link.start(request);
+        self.placed = Some(Placed { stream, placement, span, has_asked_for_end: false });
+        Ok(())
+    }
+
+    /// Notes that no target was found.
+    pub(crate) fn refuse(&mut self, error: &KvistError) {
+        self.record.failed(error.code);
+    }
+
+    /// The events of the request, each item being everything that was at hand.
+    pub(crate) fn into_batches(self) -> impl Stream<Item = Vec<GenerateEvent>> + Send {
+        // Boxed: the state moves through every item.
+        stream::unfold(Box::new(self), |mut life| async move {
+            let batch = life.next_batch().await?;
+            Some((batch, life))
+        })
+    }
+
+    async fn next_batch(&mut self) -> Option<Vec<GenerateEvent>> {
+        let mut events = Vec::new();
+        loop {
+            let placed = self.placed.as_mut()?;
+            let woken = tokio::select! {
+                biased;
+                event = placed.stream.next() => Woken::Event(event),
+                () = &mut self.deadline => Woken::Deadline,
+                () = &mut self.stopped => Woken::Stopped,
+            };
+            match woken {
+                Woken::Event(event) => {
+                    let mut next = event;
+                    loop {
+                        let lost =
+                            || RequestEvent::Failed(KvistError::new(Code::EngineLost, "the engine's answer broke off"));
+                        self.take(next.take().unwrap_or_else(lost), &mut events);
+                        let Some(placed) = self.placed.as_mut() else { break };
+                        next = placed.stream.try_next();
+                        if next.is_none() {
+                            break;
+                        }
+                    }
+                }
+                Woken::Deadline => {
+                    if let Some(placed) = &self.placed {
+                        placed.stream.abort(AbortReason::Deadline);
+                    }
+                    self.fail(late(), &mut events);
+                }
+                Woken::Stopped => {
+                    self.fail(KvistError::new(Code::Draining, "the router is being stopped"), &mut events);
+                }
+            }
+            if !events.is_empty() {
+                return Some(events);
+            }
+        }
+    }
+
+    fn take(&mut self, event: RequestEvent, events: &mut Vec<GenerateEvent>) {
+        match event {
+            RequestEvent::Delta(delta) => {
+                if !self.has_tokens && !delta.token_ids.is_empty() {
+                    self.has_tokens = true;
+                    self.record.first_token();
+                    if let Some(reservation) = self.placed.as_ref().and_then(|p| p.placement.reservation.as_ref()) {
+                        reservation.prefilled();
+                    }
+                    self.core.quarantine.answered(|| fingerprint(&self.demand.tokens));
+                }
+                let may_end = self.answer.push(delta, events);
+                if may_end
+                    && let Some(placed) = &mut self.placed
+                    && !placed.has_asked_for_end
+                {
+                    placed.has_asked_for_end = true;
+                    placed.stream.abort(AbortReason::StopString);
+                }
+            }
+            RequestEvent::Finished(finished) => {
+                self.record.receipt = finished.receipt;
+                self.answer.finish(finished, events);
+                let is_late = self.deadline.deadline() <= tokio::time::Instant::now() + DEADLINE_SLACK;
+                if let Some(GenerateEvent::Failed(error)) = events.last_mut()
+                    && error.code == Code::Cancelled
+                    && is_late
+                {
+                    // The worker keeps the same deadline and was a moment faster.
+                    *error = late();
+                }
+                match events.last() {
+                    Some(GenerateEvent::Finished(end)) => {
+                        self.record.usage = end.usage;
+                        let by_length = end.choices.iter().all(|choice| choice.reason == FinishReason::Length);
+                        self.record.finished(if by_length { "length" } else { "stop" });
+                    }
+                    Some(GenerateEvent::Failed(error)) => {
+                        self.note_usage();
+                        self.record.failed(error.code);
+                    }
+                    _ => {}
+                }
+                self.end_placement(None);
+            }
+            RequestEvent::Failed(error) => {
+                if self.may_retry(&error) {
+                    if error.code == Code::EngineLost {
+                        self.blame();
+                    }
+                    self.record.end_attempt(error.code.name());
+                    self.end_placement(Some(&error));
+                    match self.retry() {
+                        Ok(()) => return,
+                        Err(_) => return self.fail(error, events),
+                    }
+                }
+                if error.code == Code::EngineLost && !self.has_tokens {
+                    self.blame();
+                }
+                self.fail(error, events);
+            }
+        }
+    }
+
+    fn may_retry(&self, error: &KvistError) -> bool {
+        let can_move = error.not_started
+            || matches!(error.code, Code::EngineLost | Code::EngineUnavailable | Code::Draining | Code::NotReady);
+        can_move && !self.has_tokens && self.record.attempts < MOST_ATTEMPTS && !self.core.stopped.is_cancelled()
+    }
+
+    /// Places the request once more. What has killed engines is not carried to the next one.
+    fn retry(&mut self) -> Result<(), KvistError> {
+        self.core.check_quarantine(&self.demand.tokens)?;
+        self.place()?;
+        self.core.metrics.retries.inc();
+        Ok(())
+    }
+
+    /// The engine was lost while this prompt was in it and had no answer.
+    fn blame(&self) {
+        if let Some(target) = self.tried.last()
+            && let Some(incarnation) = self.record.decision.as_ref().and_then(|decision| decision.chosen_incarnation)
+        {
+            let now = std::time::Instant::now();
+            self.core.quarantine.engine_lost(fingerprint(&self.demand.tokens), target.worker.clone(), incarnation, now);
+        }
+    }
+
+    fn fail(&mut self, error: KvistError, events: &mut Vec<GenerateEvent>) {
+        self.note_usage();
+        self.record.failed(error.code);
+        kvist_telemetry::set_status_error(&self.span, error.code.name());
+        self.end_placement(Some(&error));
+        events.push(GenerateEvent::Failed(error));
+    }
+
+    /// What is known of a request that did not end well.
+    fn note_usage(&mut self) {
+        self.record.usage.prompt_tokens = u32::try_from(self.demand.tokens.len()).unwrap_or(u32::MAX);
+        self.record.usage.completion_tokens = self.answer.generated_tokens();
+        self.record.usage.cached_tokens = self.answer.cached_tokens().unwrap_or(0);
+    }
+
+    /// Ends the request at its worker if it still runs there, and the reservation at once.
+    fn end_placement(&mut self, error: Option<&KvistError>) {
+        let Some(placed) = self.placed.take() else { return };
+        match error {
+            Some(error) => kvist_telemetry::set_status_error(&placed.span, error.code.name()),
+            None => {
+                placed.span.record("gen_ai.usage.output_tokens", self.record.usage.completion_tokens);
+                placed.span.record("kvist.cached_tokens", self.record.usage.cached_tokens);
+            }
+        }
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        if self.placed.is_some() {
+            self.note_usage();
+        }
+    }
+}
+
+/// Names a prompt without holding it.
+pub(crate) fn fingerprint(tokens: &[u32]) -> u64 {
+    let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+    xxh3_64(&bytes)
+}

@@ -1,0 +1,348 @@
+//! The choice of a target for a tokenized prompt, and the reservation that goes with it.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, OnceLock},
+    time::{Duration, Instant, SystemTime},
+};
+
+use kvist_blocks::{Namespace, Rank, block_hashes, usable_blocks};
+use kvist_errors::{Code, KvistError};
+use kvist_index::{Index, Overlap};
+use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
+use kvist_schedule::{Candidate, ReservationId, Reservations, TargetId, TargetPromise, decide};
+use kvist_text::ModelText;
+use parking_lot::Mutex;
+
+use crate::{
+    cluster::{ClusterView, ModelView},
+    explain::{Claim, SeenCandidate, SeenDecision},
+    generate::GenerateInput,
+    target::WorkerNode,
+};
+
+/// A load report that is older says nothing of the present.
+const LOAD_VALID_FOR: Duration = Duration::from_secs(5);
+
+/// Tokens that a request of unknown length is expected to generate.
+const EXPECTED_COMPLETION_TOKENS: u64 = 128;
+
+/// Most tokens that a request is expected to generate, whatever it asks for: most answers end long before their limit.
+const MOST_EXPECTED_COMPLETION_TOKENS: u64 = 256;
+
+/// What a prompt needs of a target.
+#[derive(Clone, Debug)]
+pub(crate) struct Demand {
+    pub(crate) request_id: Arc<str>,
+    pub(crate) tokens: Arc<Vec<u32>>,
+    pub(crate) adapter: String,
+    pub(crate) cache_salt: String,
+    pub(crate) max_tokens: Option<u32>,
+    /// The text that the prompt was tokenized with.
+    pub(crate) text: Option<Arc<ModelText>>,
+    pub(crate) needs: Needs,
+}
+
+/// Features that not every engine has.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Needs {
+    top_logprobs: Option<u32>,
+    logprobs: bool,
+    json: bool,
+    regex: bool,
+    grammar: bool,
+    choice: bool,
+    adapter: bool,
+}
+
+impl Needs {
+    pub(crate) fn of(input: &GenerateInput) -> Self {
+        let constraint =
+            input.structured_output.as_ref().and_then(|StructuredOutput { constraint }| constraint.as_ref());
+        Self {
+            logprobs: input.sampling.top_logprobs.is_some() || input.sampling.prompt_logprobs.is_some(),
+            top_logprobs: input.sampling.top_logprobs.max(input.sampling.prompt_logprobs),
+            json: matches!(
+                constraint,
+                Some(Constraint::JsonObject(_) | Constraint::JsonSchema(_) | Constraint::StructuralTag(_))
+            ),
+            regex: matches!(constraint, Some(Constraint::Regex(_))),
+            grammar: matches!(constraint, Some(Constraint::Grammar(_))),
+            choice: matches!(constraint, Some(Constraint::Choice(_))),
+            adapter: !input.adapter.is_empty(),
+        }
+    }
+
+    /// The field that an engine cannot honor.
+    fn missing(self, can: &Capabilities, most_top_logprobs: u32) -> Option<&'static str> {
+        if self.logprobs && !can.logprobs {
+            Some("logprobs")
+        } else if self.top_logprobs.is_some_and(|top| top > most_top_logprobs) {
+            Some("top_logprobs")
+        } else if self.json && !can.json_schema {
+            Some("response_format")
+        } else if self.regex && !can.regex {
+            Some("structured_output.regex")
+        } else if self.grammar && !can.grammar {
+            Some("structured_output.grammar")
+        } else if self.choice && !(can.json_schema || can.grammar || can.regex) {
+            Some("structured_output.choice")
+        } else if self.adapter && !can.adapters {
+            Some("adapter")
+        } else {
+            None
+        }
+    }
+}
+
+/// Where a request goes.
+#[derive(Debug)]
+pub(crate) struct Placement {
+    pub(crate) node: Arc<WorkerNode>,
+    pub(crate) rank: u32,
+    pub(crate) reservation: Option<Reservation>,
+    /// Prompt tokens expected in the cache; none when the index does not speak for the source.
+    pub(crate) expected_cached_tokens: Option<u32>,
+}
+
+/// A promise that ends when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    book: Arc<Mutex<Reservations>>,
+    id: ReservationId,
+    after_prefill: u64,
+}
+
+impl Reservation {
+    /// The prompt has been computed; what is left is the answer.
+    pub(crate) fn prefilled(&self) {
+        self.book.lock().reduce(self.id, self.after_prefill);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.book.lock().release(self.id);
+    }
+}
+
+/// Chooses targets and keeps the book of promises.
+#[derive(Debug)]
+pub(crate) struct Selector {
+    pub(crate) index: Arc<Index>,
+    book: Arc<Mutex<Reservations>>,
+}
+
+/// Overlaps of one block size and namespace.
+struct Matches {
+    overlaps: HashMap<TargetId, Overlap>,
+}
+
+impl Selector {
+    pub(crate) fn new(index: Arc<Index>) -> Self {
+        Self { index, book: Arc::default() }
+    }
+
+    /// Open reservations and their tokens at a target.
+    pub(crate) fn promise(&self, target: &TargetId) -> TargetPromise {
+        self.book.lock().of(target)
+    }
+
+    /// Open reservations.
+    pub(crate) fn open_reservations(&self) -> usize {
+        self.book.lock().len()
+    }
+
+    /// Chooses a target; with `reserve` it also promises it the work, under one lock. The decision is returned in any
+    /// case, so that a refusal can be explained too.
+    pub(crate) fn select(
+        &self,
+        view: &ClusterView,
+        model: &ModelView,
+        demand: &Demand,
+        tried: &[TargetId],
+        attempt: u32,
+        reserve: bool,
+    ) -> (Arc<SeenDecision>, Result<Placement, KvistError>) {
+        let started = Instant::now();
+        let prompt_tokens = demand.tokens.len();
+        let mut lookups: Vec<(&str, usize, Matches)> = Vec::with_capacity(1);
+        let mut candidates = Vec::with_capacity(model.workers.len());
+        let mut seen = Vec::with_capacity(model.workers.len());
+        let mut nodes = Vec::with_capacity(model.workers.len());
+        let mut loads = Vec::with_capacity(model.workers.len());
+        let mut missing_field = None;
+        for node in &model.workers {
+            let mut excluded = node.excluded().or_else(|| text_differs(node, demand));
+            let description = node.description();
+            if excluded.is_none()
+                && let Some(description) = &description
+            {
+                let limits = description.limits.unwrap_or_default();
+                let missing =
+                    demand.needs.missing(&description.capabilities.unwrap_or_default(), limits.max_top_logprobs);
+                if let Some(field) = missing {
+                    missing_field = Some(field);
+                    excluded = Some("lacks_capability");
+                } else if limits.context_tokens > 0 && prompt_tokens >= limits.context_tokens as usize {
+                    excluded = Some("context_too_short");
+                }
+            }
+            let (namespace, block_size) = (node.entry.namespace.as_str(), node.block_size());
+            let known = lookups.iter().position(|(name, size, _)| *name == namespace && *size == block_size);
+            let position = known.unwrap_or_else(|| {
+                lookups.push((namespace, block_size, self.look_up(view, demand, namespace, block_size)));
+                lookups.len() - 1
+            });
+            let usable = usable_blocks(prompt_tokens, block_size);
+            for rank in 0..node.ranks() {
+                let target = TargetId { worker: node.uid.clone(), rank: Rank(rank) };
+                let overlap = lookups
+                    .get(position)
+                    .and_then(|(_, _, matches)| matches.overlaps.get(&target))
+                    .filter(|overlap| overlap.incarnation == node.incarnation);
+                let matched = overlap.map_or(0, |overlap| (overlap.matched_blocks as usize).min(usable));
+                let load = node
+                    .connection
+                    .as_ref()
+                    .and_then(|connection| connection.link.load(rank))
+                    .filter(|load| load.received_at.elapsed() < LOAD_VALID_FOR)
+                    .map(|load| load.report);
+                let excluded = excluded.or_else(|| if tried.contains(&target) { Some("already_tried") } else { None });
+                seen.push(SeenCandidate {
+                    target: target.clone(),
+                    claim: overlap.map(|overlap| Claim {
+                        incarnation: overlap.incarnation,
+                        state: overlap.state,
+                        applied_sequence: overlap.applied_sequence,
+                        tier_blocks: overlap.tier_blocks,
+                    }),
+                    uncached_tokens: 0,
+                    promised_tokens: 0,
+                    cost_tokens: None,
+                    excluded,
+                });
+                candidates.push(Candidate {
+                    target,
+                    uncached_tokens: (prompt_tokens - matched * block_size) as u64,
+                    promised_tokens: 0,
+                    active_requests: load
+                        .map_or(0, |load| u64::from(load.running_requests) + u64::from(load.waiting_requests)),
+                    excluded,
+                });
+                nodes.push((node, rank));
+                loads.push(load.map(|load| load.outstanding_prefill_tokens));
+            }
+        }
+        let expected_completion =
+            demand.max_tokens.map_or(EXPECTED_COMPLETION_TOKENS, u64::from).min(MOST_EXPECTED_COMPLETION_TOKENS);
+        let mut reservation = None;
+        let decision = {
+            // Decided and promised under one lock: two requests at once do not both see an idle target.
+            let mut book = self.book.lock();
+            for (candidate, outstanding) in candidates.iter_mut().zip(&loads) {
+                candidate.promised_tokens = book.promised_tokens(&candidate.target, *outstanding);
+                candidate.active_requests = candidate.active_requests.max(book.of(&candidate.target).count);
+            }
+            let decision = decide(candidates, rand::random());
+            if reserve && let Some(chosen) = decision.chosen.and_then(|chosen| decision.scored.get(chosen)) {
+                let tokens = chosen.candidate.uncached_tokens + expected_completion;
+                let id = book.reserve(chosen.candidate.target.clone(), tokens);
+                reservation = Some((id, expected_completion));
+            }
+            decision
+        };
+        let reservation =
+            reservation.map(|(id, after_prefill)| Reservation { book: Arc::clone(&self.book), id, after_prefill });
+        for (seen, scored) in seen.iter_mut().zip(&decision.scored) {
+            seen.uncached_tokens = scored.candidate.uncached_tokens;
+            seen.promised_tokens = scored.candidate.promised_tokens;
+            seen.cost_tokens = scored.cost_tokens;
+        }
+        let chosen_node = decision.chosen.and_then(|chosen| nodes.get(chosen));
+        let block_size = chosen_node.or(nodes.first()).map_or(0, |(node, _)| node.block_size());
+        let record = Arc::new(SeenDecision {
+            request_id: Arc::clone(&demand.request_id),
+            model: Arc::clone(&model.name),
+            decided_at: SystemTime::now(),
+            prompt_tokens: to_u32(prompt_tokens),
+            prompt_blocks: to_u32(usable_blocks(prompt_tokens, block_size)),
+            block_size_tokens: to_u32(block_size),
+            candidates: seen,
+            chosen: decision.chosen,
+            chosen_incarnation: chosen_node.map(|(node, _)| node.incarnation),
+            attempt,
+            duration: started.elapsed(),
+            ending: OnceLock::new(),
+        });
+        let result = match chosen_node {
+            Some((node, rank)) => {
+                let chosen = record.chosen_candidate();
+                let speaks = chosen.and_then(|seen| seen.claim.as_ref()).is_some_and(|claim| claim.state.is_exact());
+                let cached = chosen.map(|seen| (prompt_tokens as u64).saturating_sub(seen.uncached_tokens));
+                Ok(Placement {
+                    node: Arc::clone(node),
+                    rank: *rank,
+                    reservation,
+                    expected_cached_tokens: cached.filter(|_| speaks).and_then(|cached| u32::try_from(cached).ok()),
+                })
+            }
+            None => Err(why_none(&record, missing_field)),
+        };
+        (record, result)
+    }
+
+    fn look_up(&self, view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Matches {
+        let usable = usable_blocks(demand.tokens.len(), block_size);
+        if usable == 0 {
+            return Matches { overlaps: HashMap::new() };
+        }
+        let root = Namespace::new(namespace, &demand.adapter, &demand.cache_salt).root(view.seed());
+        let hashes = block_hashes(root, demand.tokens.get(..usable * block_size).unwrap_or_default(), block_size);
+        let overlaps =
+            self.index.lookup(&hashes).into_iter().map(|overlap| {
+                (TargetId { worker: overlap.source.worker.clone(), rank: overlap.source.rank }, overlap)
+            });
+        Matches { overlaps: overlaps.collect() }
+    }
+}
+
+pub(crate) fn to_u32(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+/// During a rollout to another tokenizer, a prompt fits only workers of the one it was encoded with.
+fn text_differs(node: &WorkerNode, demand: &Demand) -> Option<&'static str> {
+    let connection = node.connection.as_ref()?;
+    let of_node = connection.text.load();
+    match (of_node.as_ref(), &demand.text) {
+        (Some(left), Some(right)) => {
+            (!Arc::ptr_eq(left, right) && left.digest() != right.digest()).then_some("tokenizer_differs")
+        }
+        (None, Some(_)) | (Some(_), None) => Some("tokenizer_differs"),
+        (None, None) => None,
+    }
+}
+
+/// Why nobody was chosen, as the client should hear it.
+fn why_none(decision: &SeenDecision, missing_field: Option<&'static str>) -> KvistError {
+    let all = |reasons: &[&str]| {
+        !decision.candidates.is_empty()
+            && decision.candidates.iter().all(|seen| seen.excluded.is_some_and(|reason| reasons.contains(&reason)))
+    };
+    let any = |reason| decision.candidates.iter().any(|seen| seen.excluded == Some(reason));
+    let gone = ["draining", "connection_lost", "description_differs", "tokenizer_loading", "role", "already_tried"];
+    let hard = |reason: &'static str| any(reason) && all(&[&gone[..], &[reason]].concat());
+    if let Some(field) = missing_field
+        && hard("lacks_capability")
+    {
+        return KvistError::field(Code::UnsupportedField, field, "the engines of this model cannot honor it");
+    }
+    if hard("context_too_short") {
+        return KvistError::new(
+            Code::ContextLengthExceeded,
+            format!("the prompt has {} tokens, which do not fit the model's context", decision.prompt_tokens),
+        );
+    }
+    KvistError::new(Code::NoReadyTarget, "no worker of this model takes requests at the moment").before_start()
+}

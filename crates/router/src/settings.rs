@@ -1,0 +1,102 @@
+//! What a router is started with.
+
+use std::path::PathBuf;
+
+use kvist_errors::{Code, KvistError};
+use serde::Deserialize;
+
+/// Settings of a router, as JSON.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RouterSettings {
+    /// Name of the router, unique in the cluster; each request id begins with it.
+    pub name: String,
+    /// Where the HTTP edge listens, `host:port`.
+    pub http_listen: String,
+    /// Where the gRPC server listens, `host:port`.
+    pub grpc_listen: String,
+    /// Where `/metrics`, `/livez` and `/readyz` are served, `host:port`.
+    pub admin_listen: String,
+    /// Where KV events come from; without it the router follows each worker's ledger itself.
+    pub nats_url: Option<String>,
+    /// API keys, one a line: `name:sha256hex[:cache_salt]`. Without it everybody may ask.
+    pub api_keys_file: Option<PathBuf>,
+    /// Most bytes of the index.
+    pub index_byte_budget_bytes: u64,
+    /// Time a request may take when its client states none.
+    pub default_deadline_ms: u64,
+    /// Largest HTTP body.
+    pub body_limit_bytes: usize,
+    /// Time without an event after which a stream gets a comment line.
+    pub keep_alive_interval_ms: u64,
+    /// Threads that tokenize long prompts; 0 for half of the processors.
+    pub text_threads: usize,
+    /// Decisions that `Explain` remembers.
+    pub explained_requests: usize,
+    /// Tokens that wait for a slow client, for each request; more end it.
+    pub request_buffer_tokens: usize,
+}
+
+impl Default for RouterSettings {
+    fn default() -> Self {
+        Self {
+            name: "router".to_owned(),
+            http_listen: "127.0.0.1:0".to_owned(),
+            grpc_listen: "127.0.0.1:0".to_owned(),
+            admin_listen: "127.0.0.1:0".to_owned(),
+            nats_url: None,
+            api_keys_file: None,
+            index_byte_budget_bytes: 256 * 1024 * 1024,
+            default_deadline_ms: 600_000,
+            body_limit_bytes: 32 * 1024 * 1024,
+            keep_alive_interval_ms: 10_000,
+            text_threads: 0,
+            explained_requests: 10_000,
+            request_buffer_tokens: 16_384,
+        }
+    }
+}
+
+impl RouterSettings {
+    /// Reads settings from JSON.
+    ///
+    /// # Errors
+    /// The JSON is wrong, a field is unknown, or a value makes no sense.
+    pub fn from_json(json: &str) -> Result<Self, KvistError> {
+        let settings: Self = serde_json::from_str(json)
+            .map_err(|error| KvistError::new(Code::InvalidArgument, format!("router settings: {error}")))?;
+        let is_name = !settings.name.is_empty()
+            && settings.name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+        if !is_name {
+            return Err(KvistError::field(Code::InvalidArgument, "name", "must be letters, digits, '-', '_' and '.'"));
+        }
+        for (field, value) in [
+            ("default_deadline_ms", settings.default_deadline_ms),
+            ("keep_alive_interval_ms", settings.keep_alive_interval_ms),
+            ("body_limit_bytes", settings.body_limit_bytes as u64),
+            ("request_buffer_tokens", settings.request_buffer_tokens as u64),
+        ] {
+            if value == 0 {
+                return Err(KvistError::field(Code::InvalidArgument, field, "must be above 0"));
+            }
+        }
+        Ok(settings)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_say_what_is_wrong() {
+        assert_eq!("r1", RouterSettings::from_json(r#"{"name":"r1"}"#).unwrap().name);
+        for (json, word) in [
+            (r#"{"nam":"r1"}"#, "nam"),
+            (r#"{"name":"a b"}"#, "name"),
+            (r#"{"default_deadline_ms":0}"#, "default_deadline_ms"),
+        ] {
+            assert!(RouterSettings::from_json(json).unwrap_err().message.contains(word));
+        }
+    }
+}

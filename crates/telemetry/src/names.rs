@@ -1,0 +1,176 @@
+//! All names of metrics, spans and attributes of the Rust side.
+//!
+//! A metric's name is what a dashboard shows: unit and, for counters, `_total` included. Names are never built from
+//! parts, so that a search for one finds its every use.
+
+macro_rules! names {
+    ($list:ident: $($(#[$doc:meta])* $name:ident = $text:literal;)*) => {
+        $($(#[$doc])* pub const $name: &str = $text;)*
+        /// All names of the group, in the order of the module.
+        pub const $list: &[&str] = &[$($name),*];
+    };
+}
+
+names! { METRICS:
+    /// Requests by model, outcome and HTTP or gRPC surface.
+    ROUTER_REQUESTS = "kvist_router_requests_total";
+    /// Requests that run or wait.
+    ROUTER_ACTIVE_REQUESTS = "kvist_router_active_requests";
+    /// Requests that were placed a second time after their first target was lost.
+    ROUTER_RETRIES = "kvist_router_retries_total";
+    /// Time of one routing decision, hashing included.
+    ROUTER_DECISION_SECONDS = "kvist_router_decision_seconds";
+    /// Time of rendering and tokenizing a prompt.
+    ROUTER_TOKENIZE_SECONDS = "kvist_router_tokenize_seconds";
+    /// From arrival to the first token.
+    ROUTER_TIME_TO_FIRST_TOKEN_SECONDS = "kvist_router_time_to_first_token_seconds";
+    /// From arrival to the end of the answer.
+    ROUTER_REQUEST_SECONDS = "kvist_router_request_seconds";
+    /// Prompt tokens of all requests.
+    ROUTER_PROMPT_TOKENS = "kvist_router_prompt_tokens_total";
+    /// Generated tokens of all requests.
+    ROUTER_COMPLETION_TOKENS = "kvist_router_completion_tokens_total";
+    /// Prompt tokens that decisions expected to find in a cache.
+    ROUTER_PREDICTED_CACHED_TOKENS = "kvist_router_predicted_cached_tokens_total";
+    /// Prompt tokens that engines found in their cache.
+    ROUTER_DELIVERED_CACHED_TOKENS = "kvist_router_delivered_cached_tokens_total";
+    /// Reservations held.
+    ROUTER_RESERVATIONS = "kvist_router_reservations";
+    /// Tokens promised to targets and not yet finished.
+    ROUTER_PROMISED_TOKENS = "kvist_router_promised_tokens";
+    /// Targets by whether they take requests.
+    ROUTER_TARGETS = "kvist_router_targets";
+    /// Links to workers that were lost.
+    LINK_LOSSES = "kvist_link_losses_total";
+    /// Links to workers that stand.
+    LINK_CONNECTED = "kvist_link_connected";
+    /// Sources of the index by state.
+    INDEX_SOURCES = "kvist_index_sources";
+    /// Distinct blocks in the index.
+    INDEX_BLOCKS = "kvist_index_blocks";
+    /// Bytes of the index.
+    INDEX_BYTES = "kvist_index_bytes";
+    /// Most bytes of the index.
+    INDEX_BYTE_BUDGET = "kvist_index_byte_budget";
+    /// Blocks by which index and ledgers differ at the same position.
+    INDEX_DIVERGENCE_BLOCKS = "kvist_index_divergence_blocks";
+    /// Batches applied to the index.
+    INDEX_BATCHES = "kvist_index_batches_total";
+    /// Gaps seen by the index.
+    INDEX_GAPS = "kvist_index_gaps_total";
+    /// Snapshots taken into the index.
+    INDEX_SNAPSHOTS = "kvist_index_snapshots_total";
+    /// Digests that did not match.
+    INDEX_DIGEST_MISMATCHES = "kvist_index_digest_mismatches_total";
+    /// From the record of a batch in its ledger to its place in the index.
+    INDEX_EVENT_LAG_SECONDS = "kvist_index_event_lag_seconds";
+    /// Share of EXACT sources times delivered over predicted hits.
+    KV_AWARENESS = "kvist_kv_awareness";
+    /// Whether the bus is connected.
+    BUS_CONNECTED = "kvist_bus_connected";
+    /// Messages the relay published.
+    RELAY_MESSAGES = "kvist_relay_messages_total";
+    /// Batches the relay published.
+    RELAY_BATCHES = "kvist_relay_batches_total";
+    /// Bytes the relay published.
+    RELAY_BYTES = "kvist_relay_bytes_total";
+    /// Streams from workers to the relay that broke.
+    RELAY_BROKEN_STREAMS = "kvist_relay_broken_streams_total";
+    /// Requests of a worker by outcome.
+    WORKER_REQUESTS = "kvist_worker_requests_total";
+    /// Requests that have a slot.
+    WORKER_RUNNING_REQUESTS = "kvist_worker_running_requests";
+    /// Requests that wait for a slot.
+    WORKER_WAITING_REQUESTS = "kvist_worker_waiting_requests";
+    /// Prompt tokens accepted and not yet computed.
+    WORKER_OUTSTANDING_PREFILL_TOKENS = "kvist_worker_outstanding_prefill_tokens";
+    /// KV blocks in use.
+    WORKER_USED_BLOCKS = "kvist_worker_used_blocks";
+    /// KV blocks there are.
+    WORKER_TOTAL_BLOCKS = "kvist_worker_total_blocks";
+    /// Tokens generated.
+    WORKER_GENERATED_TOKENS = "kvist_worker_generated_tokens_total";
+    /// Blocks held, as the ledger counts them.
+    LEDGER_BLOCKS = "kvist_ledger_blocks";
+    /// Batches of the ledger.
+    LEDGER_BATCHES = "kvist_ledger_batches_total";
+    /// Receipts with fewer cached tokens than the ledger had claimed.
+    LEDGER_SOUNDNESS_VIOLATIONS = "kvist_ledger_soundness_violations_total";
+    /// Log lines that were dropped because the writer fell behind.
+    LOG_DROPPED_LINES = "kvist_log_dropped_lines_total";
+}
+
+names! { SPANS:
+    /// A request at the HTTP edge.
+    SPAN_EDGE = "kvist.edge";
+    /// Rendering and tokenizing.
+    SPAN_TOKENIZE = "kvist.tokenize";
+    /// The routing decision.
+    SPAN_SELECT = "kvist.select";
+    /// Waiting in an engine.
+    SPAN_QUEUE = "kvist.queue";
+    /// The engine's work.
+    SPAN_ENGINE = "kvist.engine";
+    /// Prefill within the engine's work.
+    SPAN_PREFILL = "kvist.prefill";
+    /// Decode within the engine's work.
+    SPAN_DECODE = "kvist.decode";
+}
+
+names! { ATTRIBUTES:
+    /// The request's id.
+    REQUEST_ID = "kvist.request_id";
+    /// Model as the client named it.
+    MODEL = "gen_ai.request.model";
+    /// UID of the worker.
+    WORKER_UID = "kvist.worker_uid";
+    /// Rank of the engine.
+    RANK = "kvist.rank";
+    /// Tokens of the prompt.
+    PROMPT_TOKENS = "gen_ai.usage.input_tokens";
+    /// Tokens generated.
+    COMPLETION_TOKENS = "gen_ai.usage.output_tokens";
+    /// Prompt tokens found in the cache.
+    CACHED_TOKENS = "kvist.cached_tokens";
+    /// Blocks that the decision matched.
+    MATCHED_BLOCKS = "kvist.matched_blocks";
+    /// Code of the error catalogue.
+    ERROR_CODE = "kvist.error_code";
+    /// How the request ended.
+    OUTCOME = "kvist.outcome";
+    /// 1 for the first placement, 2 for the retry.
+    ATTEMPT = "kvist.attempt";
+}
+
+names! { LABELS:
+    /// Model as the client named it.
+    LABEL_MODEL = "model";
+    /// How something ended.
+    LABEL_OUTCOME = "outcome";
+    /// State of a source.
+    LABEL_STATE = "state";
+    /// UID of a worker.
+    LABEL_WORKER = "worker";
+    /// Rank of an engine.
+    LABEL_RANK = "rank";
+    /// Surface a request came in by: `http` or `grpc`.
+    LABEL_SURFACE = "surface";
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_metrics_are_well_formed() {
+        for list in [METRICS, SPANS, ATTRIBUTES, LABELS] {
+            assert_eq!(list.len(), list.iter().collect::<HashSet<_>>().len());
+        }
+        for name in METRICS {
+            assert!(name.starts_with("kvist_"), "{name}");
+            assert!(name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'), "{name}");
+        }
+    }
+}

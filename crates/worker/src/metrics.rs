@@ -1,0 +1,72 @@
+//! Numbers of a worker.
+
+use kvist_telemetry::{Metrics, names};
+use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
+
+use crate::EngineHost;
+
+type Labels = Vec<(&'static str, String)>;
+
+/// Handles of all metrics of a worker.
+#[derive(Debug)]
+pub(crate) struct WorkerMetrics {
+    registry: Metrics,
+    requests: Family<Labels, Counter>,
+    pub(crate) soundness_violations: Counter,
+    pub(crate) ledger_batches: Counter,
+    ledger_blocks: Gauge,
+    running: Gauge,
+    waiting: Gauge,
+    outstanding: Gauge,
+    used_blocks: Gauge,
+    total_blocks: Gauge,
+    generated_tokens: Counter,
+}
+
+impl WorkerMetrics {
+    pub(crate) fn new() -> Self {
+        let registry = Metrics::new();
+        let gauge = |name, help| registry.register(name, help, Gauge::default());
+        let counter = |name, help| registry.register(name, help, Counter::default());
+        Self {
+            requests: registry.register(names::WORKER_REQUESTS, "Requests by outcome", Family::default()),
+            soundness_violations: counter(
+                names::LEDGER_SOUNDNESS_VIOLATIONS,
+                "Receipts with fewer cached tokens than the ledger had claimed",
+            ),
+            ledger_batches: counter(names::LEDGER_BATCHES, "Batches of all ledgers"),
+            generated_tokens: counter(names::WORKER_GENERATED_TOKENS, "Tokens generated"),
+            ledger_blocks: gauge(names::LEDGER_BLOCKS, "Blocks held, as the ledgers count them"),
+            running: gauge(names::WORKER_RUNNING_REQUESTS, "Requests that have a slot"),
+            waiting: gauge(names::WORKER_WAITING_REQUESTS, "Requests that wait for a slot"),
+            outstanding: gauge(names::WORKER_OUTSTANDING_PREFILL_TOKENS, "Prompt tokens accepted and not yet computed"),
+            used_blocks: gauge(names::WORKER_USED_BLOCKS, "KV blocks in use by running requests"),
+            total_blocks: gauge(names::WORKER_TOTAL_BLOCKS, "KV blocks there are"),
+            registry,
+        }
+    }
+
+    pub(crate) fn registry(&self) -> &Metrics {
+        &self.registry
+    }
+
+    pub(crate) fn request_ended(&self, outcome: &'static str) {
+        self.requests.get_or_create(&vec![(names::LABEL_OUTCOME, outcome.to_owned())]).inc();
+    }
+
+    /// Takes the engine's own numbers over. Called now and then, not for each step.
+    pub(crate) fn sample(&self, host: &EngineHost) {
+        let loads = host.loads();
+        let sum = |value: fn(&kvist_proto::events::v1::LoadReport) -> u64| {
+            i64::try_from(loads.iter().map(value).sum::<u64>()).unwrap_or(i64::MAX)
+        };
+        self.running.set(sum(|load| load.running_requests.into()));
+        self.waiting.set(sum(|load| load.waiting_requests.into()));
+        self.outstanding.set(sum(|load| load.outstanding_prefill_tokens));
+        self.used_blocks.set(sum(|load| load.used_blocks));
+        self.total_blocks.set(sum(|load| load.total_blocks));
+        self.ledger_blocks.set(i64::try_from(host.block_count()).unwrap_or(i64::MAX));
+        let generated: u64 = loads.iter().map(|load| load.generated_tokens_total).sum();
+        self.generated_tokens.inc_by(generated.saturating_sub(self.generated_tokens.get()));
+    }
+}

@@ -1,0 +1,277 @@
+//! The simulated engine behind a worker: virtual time driven by a real clock.
+
+mod steps;
+mod tokenizer;
+
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
+use kvist_blocks::{BlockHash, block_hashes, usable_blocks};
+use kvist_errors::{Code, KvistError};
+use kvist_proto::{
+    engine::v1::{AbortReason, Capabilities, EngineRequest, engine_request::Prompt},
+    events::v1::LoadReport,
+};
+use kvist_twin::{SimEngine, SimRequest, SimSettings};
+use parking_lot::Mutex;
+use serde::Deserialize;
+use tokio::{sync::Notify, time::Instant};
+
+pub use self::tokenizer::sim_tokenizer;
+use self::tokenizer::{FIRST_WORD, WORD_COUNT};
+use crate::{Engine, EngineDescription, EngineHost, RequestSink};
+
+/// How the simulated engine is. Names may also be written in camel case, as in manifests.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SimWorkerSettings {
+    /// Tokens a block.
+    #[serde(alias = "blockSizeTokens")]
+    pub block_size_tokens: u32,
+    /// Blocks of the pool.
+    pub blocks: u32,
+    /// Requests that run at once.
+    #[serde(alias = "maxRunning")]
+    pub max_running: u32,
+    /// Requests that may wait.
+    #[serde(alias = "maxWaiting")]
+    pub max_waiting: u32,
+    /// Prompt and completion together.
+    #[serde(alias = "contextTokens")]
+    pub context_tokens: u32,
+    /// Prompt tokens computed in one step at most.
+    #[serde(alias = "prefillChunkTokens")]
+    pub prefill_chunk_tokens: u32,
+    /// Prompt tokens computed a second; 0 means that they cost no time.
+    #[serde(alias = "prefillTokensPerSecond")]
+    pub prefill_tokens_per_second: f64,
+    /// Milliseconds of a step that decodes one request.
+    #[serde(alias = "decodeStepMs")]
+    pub decode_step_ms: f64,
+    /// Milliseconds that each further request adds to it.
+    #[serde(alias = "decodeStepPerRequestMs")]
+    pub decode_step_per_request_ms: f64,
+    /// Texts end by themselves after so many tokens; absent for never.
+    #[serde(alias = "stopAfterTokens")]
+    pub stop_after_tokens: Option<u32>,
+    /// Length of a text whose request sets no budget; longer where it asks to go on after the end.
+    #[serde(alias = "textTokens")]
+    pub text_tokens: u32,
+    /// Whether the engine has a tokenizer and a chat template of its own.
+    pub tokenizer: bool,
+}
+
+impl Default for SimWorkerSettings {
+    fn default() -> Self {
+        Self {
+            block_size_tokens: 16,
+            blocks: 8192,
+            max_running: 64,
+            max_waiting: 4096,
+            context_tokens: 65_536,
+            prefill_chunk_tokens: 2048,
+            prefill_tokens_per_second: 20_000.0,
+            decode_step_ms: 5.0,
+            decode_step_per_request_ms: 0.05,
+            stop_after_tokens: None,
+            text_tokens: 64,
+            tokenizer: true,
+        }
+    }
+}
+
+/// The engine `sim`.
+pub struct SimWorkerEngine {
+    settings: SimWorkerSettings,
+    shared: Arc<Shared>,
+}
+
+impl std::fmt::Debug for SimWorkerEngine {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("SimWorkerEngine").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+struct Shared {
+    started: Instant,
+    state: Mutex<State>,
+    has_work: Notify,
+}
+
+struct State {
+    engine: SimEngine,
+    jobs: HashMap<u64, Job>,
+    by_request: HashMap<String, u64>,
+    last_id: u64,
+    host: Option<EngineHost>,
+    /// As of the last step, and what came in since.
+    load: LoadReport,
+    is_closed: bool,
+}
+
+/// What the engine does not need to know of a request.
+struct Job {
+    sink: RequestSink,
+    /// Blocks that could be found in the cache.
+    usable: Vec<BlockHash>,
+    claimed_blocks: u32,
+    /// Told with the first tokens.
+    cached_tokens: Option<u32>,
+    stop_token_ids: Vec<u32>,
+    min_tokens: u32,
+    generated_tokens: u32,
+    stopped_by: Option<u32>,
+    /// The text ends where its budget does.
+    ends_by_itself: bool,
+}
+
+impl SimWorkerEngine {
+    /// An idle engine.
+    #[must_use]
+    pub fn new(settings: SimWorkerSettings) -> Self {
+        let millis = |millis: f64| Duration::try_from_secs_f64(millis / 1000.0).unwrap_or_default();
+        let mut engine = SimEngine::new(SimSettings {
+            block_size_tokens: settings.block_size_tokens as usize,
+            blocks: settings.blocks as usize,
+            max_running: settings.max_running as usize,
+            prefill_chunk_tokens: settings.prefill_chunk_tokens as usize,
+            prefill_tokens_per_second: settings.prefill_tokens_per_second,
+            decode_step: millis(settings.decode_step_ms),
+            decode_step_per_request: millis(settings.decode_step_per_request_ms),
+            first_token: FIRST_WORD,
+            token_range: WORD_COUNT,
+        });
+        if let Some(tokens) = settings.stop_after_tokens {
+            engine = engine.stop_after_tokens(tokens);
+        }
+        let state = State {
+            engine,
+            jobs: HashMap::new(),
+            by_request: HashMap::new(),
+            last_id: 0,
+            host: None,
+            load: LoadReport::default(),
+            is_closed: false,
+        };
+        let shared = Shared { started: Instant::now(), state: Mutex::new(state), has_work: Notify::new() };
+        Self { settings, shared: Arc::new(shared) }
+    }
+
+    fn check(&self, request: &EngineRequest) -> Result<(), KvistError> {
+        let sampling = request.sampling.as_ref();
+        let unsupported = [
+            ("sampling.choices", sampling.is_some_and(|sampling| sampling.choices.unwrap_or(1) > 1)),
+            ("sampling.top_logprobs", sampling.is_some_and(|sampling| sampling.top_logprobs.is_some())),
+            ("sampling.prompt_logprobs", sampling.is_some_and(|sampling| sampling.prompt_logprobs.is_some())),
+            ("structured_output", request.structured_output.as_ref().is_some_and(|output| output.constraint.is_some())),
+            ("adapter", !request.adapter.is_empty()),
+        ];
+        if let Some((field, _)) = unsupported.into_iter().find(|(_, is_set)| *is_set) {
+            return Err(KvistError::field(Code::UnsupportedField, field, "the simulated engine does not support it"));
+        }
+        if let Some(name) = request.engine_extras.as_ref().and_then(|extras| extras.fields.keys().next()) {
+            return Err(KvistError::field(Code::UnsupportedField, name, "the simulated engine does not know it"));
+        }
+        Ok(())
+    }
+}
+
+impl Engine for SimWorkerEngine {
+    fn description(&self) -> Result<EngineDescription, KvistError> {
+        Ok(EngineDescription {
+            engine: "sim".to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            context_tokens: self.settings.context_tokens,
+            max_running_requests: self.settings.max_running,
+            max_waiting_requests: self.settings.max_waiting,
+            kv_blocks: self.settings.blocks.into(),
+            block_size_tokens: self.settings.block_size_tokens,
+            ranks: 1,
+            capabilities: Capabilities { kv_events: true, ..Capabilities::default() },
+            tokenizer: self.settings.tokenizer.then(sim_tokenizer),
+            ..EngineDescription::default()
+        })
+    }
+
+    fn start(&self, host: EngineHost) -> Result<(), KvistError> {
+        if self.settings.block_size_tokens == 0 || self.settings.max_running == 0 {
+            let description = "block_size_tokens and max_running must be above 0";
+            return Err(KvistError::field(Code::InvalidArgument, "sim", description));
+        }
+        self.shared.state.lock().host = Some(host.clone());
+        // Ends when the engine is closed; holds nothing but the engine's own state.
+        tokio::spawn(steps::run(Arc::clone(&self.shared), host, self.settings.clone()));
+        Ok(())
+    }
+
+    fn submit(&self, request: EngineRequest, sink: RequestSink) {
+        if let Err(error) = self.check(&request) {
+            return sink.failed(&error.before_start());
+        }
+        let stop = request.stop.unwrap_or_default();
+        let Some(Prompt::Tokens(tokens)) = request.prompt else { return };
+        let prompt_tokens = u32::try_from(tokens.ids.len()).unwrap_or(u32::MAX);
+        let room = self.settings.context_tokens.saturating_sub(prompt_tokens).max(1);
+        let text_tokens = self.settings.text_tokens.min(room);
+        let ends_by_itself = stop.max_tokens.is_none() && !stop.ignore_eos && text_tokens < room;
+        let max_tokens = if ends_by_itself { text_tokens } else { stop.max_tokens.unwrap_or(room) }.clamp(1, room);
+        let block_size = self.settings.block_size_tokens as usize;
+        let mut state = self.shared.state.lock();
+        let Some(host) = state.host.clone().filter(|_| !state.is_closed) else { return };
+        if state.jobs.len() >= (self.settings.max_running as usize).saturating_add(self.settings.max_waiting as usize) {
+            let error = KvistError::new(Code::QueueFull, "too many requests are waiting");
+            return sink.failed(&error.with_retry_after(Duration::from_secs(1)).before_start());
+        }
+        let root = host.root(&request.adapter, &request.cache_salt);
+        let mut usable = block_hashes(root, &tokens.ids, block_size);
+        usable.truncate(usable_blocks(tokens.ids.len(), block_size));
+        let cached_tokens = host.claimed_blocks(request.rank, &usable) * block_size;
+        state.last_id += 1;
+        let id = state.last_id;
+        state.engine.submit(self.shared.started.elapsed(), SimRequest { id, prompt: tokens.ids, max_tokens, root });
+        state.by_request.insert(request.request_id, id);
+        let job = Job {
+            sink,
+            usable,
+            claimed_blocks: 0,
+            cached_tokens: None,
+            stop_token_ids: stop.stop_token_ids,
+            min_tokens: stop.min_tokens.unwrap_or(0),
+            generated_tokens: 0,
+            stopped_by: None,
+            ends_by_itself,
+        };
+        state.jobs.insert(id, job);
+        state.load.waiting_requests += 1;
+        state.load.outstanding_prefill_tokens += u64::from(prompt_tokens).saturating_sub(cached_tokens as u64);
+        // Under the lock, so that reports keep their order.
+        host.report_load(state.load);
+        drop(state);
+        self.shared.has_work.notify_one();
+    }
+
+    fn abort(&self, request_id: &str, _reason: AbortReason) {
+        let mut state = self.shared.state.lock();
+        let Some(id) = state.by_request.get(request_id).copied() else { return };
+        state.engine.abort(id);
+        drop(state);
+        self.shared.has_work.notify_one();
+    }
+
+    fn reset_cache(&self) -> Result<u64, KvistError> {
+        let removed = self.shared.state.lock().engine.reset_cache();
+        self.shared.has_work.notify_one();
+        Ok(removed as u64)
+    }
+
+    fn close(&self) {
+        let jobs = {
+            let mut state = self.shared.state.lock();
+            state.is_closed = true;
+            state.host = None;
+            std::mem::take(&mut state.jobs)
+        };
+        let error = KvistError::new(Code::Draining, "the worker is being stopped");
+        jobs.into_values().for_each(|job| job.sink.failed(&error));
+        self.shared.has_work.notify_one();
+    }
+}

@@ -1,0 +1,230 @@
+//! Where the events of one request go.
+
+use std::{
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicI32, Ordering},
+    },
+    time::Duration,
+};
+
+use kvist_errors::{Code, KvistError};
+use kvist_link::{EventSender, RequestEvent, RequestOutput};
+use kvist_proto::engine::v1::{AbortReason, FinishReason, Finished, TokenDelta, TokenLogprobs};
+use kvist_telemetry::names;
+use parking_lot::Mutex;
+use tracing::Span;
+
+use crate::{deadlines::DeadlineKey, worker::Worker};
+
+/// Who listens to a request.
+#[derive(Debug)]
+pub(crate) enum Output {
+    /// A router.
+    Link(RequestOutput),
+    /// A caller of `Generate`.
+    Call(EventSender),
+}
+
+/// Spans of a traced request.
+#[derive(Debug)]
+struct Spans {
+    engine: Span,
+    /// The prefill, then the decode.
+    part: Span,
+    has_tokens: bool,
+}
+
+/// One running request, as the worker knows it.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) request_id: Arc<str>,
+    worker: Weak<Worker>,
+    /// None once the terminal event was sent.
+    output: Mutex<Option<Output>>,
+    abort_reason: AtomicI32,
+    deadline: Mutex<Option<DeadlineKey>>,
+    spans: Option<Mutex<Spans>>,
+}
+
+impl Running {
+    pub(crate) fn new(request_id: Arc<str>, worker: Weak<Worker>, output: Output, span: Span) -> Self {
+        let spans = (!span.is_disabled()).then(|| {
+            let part = tracing::info_span!(parent: &span, names::SPAN_PREFILL);
+            Mutex::new(Spans { engine: span, part, has_tokens: false })
+        });
+        Self {
+            request_id,
+            worker,
+            output: Mutex::new(Some(output)),
+            abort_reason: AtomicI32::new(0),
+            deadline: Mutex::new(None),
+            spans,
+        }
+    }
+
+    pub(crate) fn set_deadline(&self, key: DeadlineKey) {
+        *self.deadline.lock() = Some(key);
+    }
+
+    /// Remembers the first reason.
+    pub(crate) fn note_abort(&self, reason: AbortReason) {
+        let _ = self.abort_reason.compare_exchange(0, i32::from(reason).max(1), Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.abort_reason.load(Ordering::Relaxed) != 0
+    }
+
+    fn delta(&self, delta: TokenDelta) {
+        if let Some(spans) = &self.spans {
+            spans.lock().token();
+        }
+        let overflow = match &*self.output.lock() {
+            Some(Output::Link(output)) => {
+                output.delta(delta);
+                false
+            }
+            Some(Output::Call(sender)) => sender.send(RequestEvent::Delta(delta)).is_err(),
+            None => false,
+        };
+        // The caller has been told; the engine is to stop.
+        if overflow && let Some(worker) = self.worker.upgrade() {
+            worker.abort_soon(&self.request_id, AbortReason::SlowClient);
+        }
+    }
+
+    fn finished(&self, mut finished: Finished, prompt_logprobs: Vec<TokenLogprobs>) {
+        let Some(output) = self.end() else { return };
+        // A stop string that the router found is a regular end, however the engine was made to end.
+        let is_stop_string = self.abort_reason.load(Ordering::Relaxed) == i32::from(AbortReason::StopString);
+        if is_stop_string && finished.reason() == FinishReason::Aborted {
+            finished.set_reason(FinishReason::Stop);
+        }
+        if let Some(worker) = self.worker.upgrade() {
+            worker.account(&mut finished);
+            if !prompt_logprobs.is_empty() {
+                finished.large_result = worker.link.put_result(&self.request_id, prompt_logprobs).is_ok();
+            }
+            worker.metrics.request_ended(match finished.reason() {
+                FinishReason::Stop => "stop",
+                FinishReason::Length => "length",
+                FinishReason::Aborted => "aborted",
+                FinishReason::Unspecified => "unspecified",
+            });
+        }
+        if let (Some(spans), Some(receipt)) = (&self.spans, &finished.receipt) {
+            let spans = spans.lock();
+            spans.engine.record(names::PROMPT_TOKENS, receipt.prompt_tokens);
+            spans.engine.record(names::COMPLETION_TOKENS, receipt.completion_tokens);
+            spans.engine.record(names::CACHED_TOKENS, receipt.cached_tokens);
+            let seconds = |duration: Option<prost_types::Duration>| {
+                duration.and_then(|duration| Duration::try_from(duration).ok()).unwrap_or_default().as_secs_f64()
+            };
+            // The engine's own account; the child spans are what this process saw.
+            spans.engine.record("kvist.queue_seconds", seconds(receipt.queue_duration));
+            spans.engine.record("kvist.prefill_seconds", seconds(receipt.prefill_duration));
+            spans.engine.record("kvist.decode_seconds", seconds(receipt.decode_duration));
+        }
+        match output {
+            Output::Link(output) => output.finished(finished),
+            Output::Call(sender) => {
+                let _ = sender.send(RequestEvent::Finished(finished));
+            }
+        }
+    }
+
+    pub(crate) fn fail(&self, error: &KvistError) {
+        let Some(output) = self.end() else { return };
+        if let Some(worker) = self.worker.upgrade() {
+            worker.metrics.request_ended(error.code.name());
+        }
+        if let Some(spans) = &self.spans {
+            let spans = spans.lock();
+            spans.engine.record(names::ERROR_CODE, error.code.name());
+            kvist_telemetry::set_status_error(&spans.engine, error.code.name());
+        }
+        match output {
+            Output::Link(output) => output.failed(error),
+            Output::Call(sender) => {
+                let _ = sender.send(RequestEvent::Failed(error.clone()));
+            }
+        }
+    }
+
+    /// Takes the output out, and the request out of the worker's books. None when it has ended before.
+    fn end(&self) -> Option<Output> {
+        let output = self.output.lock().take()?;
+        if let Some(worker) = self.worker.upgrade() {
+            worker.forget(self);
+            if let Some(key) = self.deadline.lock().take() {
+                worker.deadlines.remove(key);
+            }
+        }
+        Some(output)
+    }
+}
+
+impl Spans {
+    fn token(&mut self) {
+        if !self.has_tokens {
+            self.has_tokens = true;
+            self.part = tracing::info_span!(parent: &self.engine, names::SPAN_DECODE);
+        }
+    }
+}
+
+/// Where an engine puts the events of one request. Exactly one terminal event gets through, the first; dropping it before
+/// fails the request with `ENGINE_FAILED`. Nothing blocks.
+#[derive(Debug)]
+pub struct RequestSink(Arc<Running>);
+
+impl RequestSink {
+    pub(crate) fn new(running: Arc<Running>) -> Self {
+        Self(running)
+    }
+
+    /// Id of the request.
+    #[must_use]
+    pub fn request_id(&self) -> &str {
+        &self.0.request_id
+    }
+
+    /// New tokens of the first choice. `logprobs` has one entry for each token, or none. `cached_tokens` goes with the first
+    /// tokens of a request.
+    pub fn tokens(&self, token_ids: Vec<u32>, logprobs: Vec<TokenLogprobs>, cached_tokens: Option<u32>) {
+        self.delta(TokenDelta { index: 0, token_ids, logprobs, cached_tokens });
+    }
+
+    /// New tokens.
+    pub fn delta(&self, delta: TokenDelta) {
+        self.0.delta(delta);
+    }
+
+    /// The engine ended the request.
+    pub fn finished(&self, finished: Finished) {
+        self.0.finished(finished, Vec::new());
+    }
+
+    /// The engine ended the request, and has log-probabilities of its prompt.
+    pub fn finished_with_prompt_logprobs(&self, finished: Finished, prompt_logprobs: Vec<TokenLogprobs>) {
+        self.0.finished(finished, prompt_logprobs);
+    }
+
+    /// The request failed.
+    pub fn failed(&self, error: &KvistError) {
+        self.0.fail(error);
+    }
+
+    /// Whether somebody has asked for its end.
+    #[must_use]
+    pub fn is_aborted(&self) -> bool {
+        self.0.is_aborted()
+    }
+}
+
+impl Drop for RequestSink {
+    fn drop(&mut self) {
+        self.0.fail(&KvistError::new(Code::EngineFailed, "the engine gave the request up"));
+    }
+}

@@ -1,0 +1,84 @@
+"""Following the cluster state of whichever controller leads, again after each break."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion, WatchClusterRequest, WatchClusterResponse
+from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.errors import from_rpc_error
+from kvist.telemetry import logger
+
+if TYPE_CHECKING:
+    from kvist.controller.v1.controller_pb2_grpc import ControllerServiceAsyncStub
+
+FIRST_RETRY_SECONDS = 0.1
+LONGEST_RETRY_SECONDS = 2.0
+# A controller that stands by answers at once; one that is frozen does not.
+CONNECT_TIME_LIMIT_SECONDS = 5.0
+
+_log = logger(__name__)
+
+
+class ClusterWatch:
+    """Hands on each new cluster state; older ones of a controller that lags are left to the receiver to refuse."""
+
+    def __init__(
+        self,
+        *,
+        subscriber: str,
+        on_state: Callable[[ClusterState], Awaitable[None]],
+        on_connected: Callable[[bool], None],
+        known_version: ClusterVersion | None = None,
+    ) -> None:
+        self._subscriber = subscriber
+        self._on_state = on_state
+        self._on_connected = on_connected
+        self._known_version = known_version
+
+    async def run(self, controllers: Sequence[grpc.aio.Channel]) -> None:
+        """Watches one controller after another, for ever."""
+        retry_seconds = FIRST_RETRY_SECONDS
+        for attempt in count():
+            was_connected = False
+            try:
+                was_connected = await self._watch(ControllerServiceStub(controllers[attempt % len(controllers)]))
+            except grpc.aio.AioRpcError as failure:
+                _log.warning("cluster_watch_failed", error_code=from_rpc_error(failure).code)
+            except TimeoutError:
+                _log.warning("cluster_watch_failed", error_code="DEADLINE_EXCEEDED")
+            retry_seconds = FIRST_RETRY_SECONDS if was_connected else min(retry_seconds * 2, LONGEST_RETRY_SECONDS)
+            await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))  # noqa: S311  Jitter, no secret.
+
+    async def _watch(self, stub: "ControllerServiceAsyncStub") -> bool:
+        """One stream to its end; returns whether it was open."""
+        request = WatchClusterRequest(subscriber=self._subscriber, known_version=self._known_version)
+        call = stub.WatchCluster(request)
+        is_connected = False
+        try:
+            while True:
+                # A controller answers at once, be it to say that the known version is the present one.
+                async with asyncio.timeout(None if is_connected else CONNECT_TIME_LIMIT_SECONDS):
+                    response = await call.read()
+                if not isinstance(response, WatchClusterResponse):
+                    return is_connected
+                if not is_connected:
+                    is_connected = True
+                    self._on_connected(True)
+                # A response without a state says that the known one is still the present one.
+                if response.HasField("state"):
+                    await self._on_state(response.state)
+                    self._known_version = response.state.version
+        except grpc.aio.AioRpcError as failure:
+            if not is_connected:
+                raise
+            _log.warning("cluster_watch_ended", error_code=from_rpc_error(failure).code)
+            return True
+        finally:
+            call.cancel()
+            if is_connected:
+                self._on_connected(False)

@@ -1,0 +1,154 @@
+"""Leadership over a state store: one leader, and a fence that makes an expired leader's writes fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvist import errors, telemetry
+from kvist.store.interface import (
+    CompactedError,
+    Compare,
+    LeaseGoneError,
+    Operation,
+    Outcome,
+    Put,
+    StateStore,
+    StoreError,
+)
+
+_RETRY_SECONDS = 0.2
+_LOG = telemetry.logger("kvist.store.election")
+
+
+@dataclass(slots=True)
+class Leadership:
+    """A claim that was won. It is over when `lost` is set, and then never comes back.
+
+    Attributes:
+        key: The claim's key.
+        fence: Revision at which the claim was won; grows from leader to leader.
+        lost: Set when the claim has ended, or when it can no longer be told to live.
+    """
+
+    key: str
+    fence: int
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def guard(self) -> Compare:
+        """The condition under which the leader may write."""
+        return Compare(self.key, create_revision=self.fence)
+
+    async def commit(
+        self, store: StateStore, operations: Sequence[Operation], *, when: Sequence[Compare] = ()
+    ) -> Outcome:
+        """Writes under the fence.
+
+        Raises:
+            PreconditionError: Somebody else leads; nothing was written.
+        """
+        outcome = await store.commit(operations, when=[self.guard, *when])
+        if not outcome.succeeded:
+            holder = await store.get(self.key)
+            if holder is None or holder.create_revision != self.fence:
+                self.lost.set()
+                raise errors.PreconditionError("another leader has taken over", code="STALE_FENCE")
+        return outcome
+
+
+@contextlib.asynccontextmanager
+async def lead(
+    store: StateStore,
+    key: str,
+    *,
+    identity: str,
+    ttl_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[Leadership]:
+    """Waits until this process leads, yields the claim, and gives it up on leaving.
+
+    Args:
+        store: The state store.
+        key: Key of the claim; its value is the leader's identity.
+        identity: Name of this process, for people.
+        ttl_seconds: How long the claim outlives its holder.
+        clock: Monotonic seconds.
+    """
+    leadership, lease_id = await _campaign(store, key, identity=identity, ttl_seconds=ttl_seconds)
+    _LOG.info("leader_elected", key=key, identity=identity, fence=leadership.fence)
+    renewal = asyncio.create_task(
+        _renew(store, leadership, lease_id, ttl_seconds=ttl_seconds, clock=clock), name=f"lead-{key}"
+    )
+    try:
+        yield leadership
+    finally:
+        renewal.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await renewal
+        leadership.lost.set()
+        with contextlib.suppress(StoreError):  # The lease ends by itself then.
+            await store.revoke_lease(lease_id)
+
+
+async def _campaign(store: StateStore, key: str, *, identity: str, ttl_seconds: float) -> tuple[Leadership, int]:
+    while True:
+        lease_id = 0
+        try:
+            holder = await store.get(key)
+            if holder is None:
+                lease_id = await store.grant_lease(ttl_seconds)
+                outcome = await store.commit(
+                    [Put(key, identity.encode(), lease_id)], when=[Compare(key, mod_revision=0)]
+                )
+                if outcome.succeeded:
+                    return Leadership(key, outcome.revision), lease_id
+                await store.revoke_lease(lease_id)
+                continue
+            async with contextlib.aclosing(store.watch(key, after_revision=holder.mod_revision)) as changes:
+                async for batch in changes:
+                    if any(event.key == key for event in batch.events):
+                        break
+        except (CompactedError, LeaseGoneError):
+            continue
+        except StoreError as failure:
+            _LOG.warning("election_retried", key=key, reason=str(failure))
+            await asyncio.sleep(_RETRY_SECONDS * (1 + random.random()))  # noqa: S311  Jitter, no secret.
+        except asyncio.CancelledError:
+            if lease_id:
+                # The commit may have been done, and a claim without a holder would block the next leader.
+                with contextlib.suppress(StoreError):
+                    await store.revoke_lease(lease_id)
+            raise
+
+
+async def _renew(
+    store: StateStore,
+    leadership: Leadership,
+    lease_id: int,
+    *,
+    ttl_seconds: float,
+    clock: Callable[[], float],
+) -> None:
+    """Keeps the claim alive; sets `lost` before the store could give it to somebody else."""
+    safe_until = clock() + ttl_seconds
+    while True:
+        await asyncio.sleep(ttl_seconds / 4)
+        asked_at = clock()
+        try:
+            async with asyncio.timeout(max(0.0, safe_until - asked_at)):
+                await store.keep_alive(lease_id)
+            safe_until = asked_at + ttl_seconds
+        except LeaseGoneError:
+            leadership.lost.set()
+        except (StoreError, TimeoutError) as failure:
+            _LOG.warning("lease_not_renewed", key=leadership.key, reason=str(failure))
+            if clock() >= safe_until:
+                leadership.lost.set()
+        if leadership.lost.is_set():
+            _LOG.warning("leadership_lost", key=leadership.key, fence=leadership.fence)
+            return

@@ -1,0 +1,1 @@
+"""One node: its workers and their events."""

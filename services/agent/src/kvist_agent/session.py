@@ -1,0 +1,159 @@
+"""The agent's session with the controller that leads: heartbeats out, assignments in, again after each break."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvist.agent.v1.agent_pb2 import NodeInventory
+from kvist.controller.v1.controller_pb2 import (
+    AgentHello,
+    Heartbeat,
+    RegisterRequest,
+    RegisterResponse,
+    RegisterWelcome,
+    WorkerVerdict,
+)
+from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.errors import PreconditionError, from_rpc_error
+from kvist.telemetry import logger
+from kvist_agent.inventory import read_load
+from kvist_agent.slots import WorkerSlots
+
+if TYPE_CHECKING:
+    from kvist.controller.v1.controller_pb2_grpc import ControllerServiceAsyncStub
+
+FIRST_RETRY_SECONDS = 0.1
+LONGEST_RETRY_SECONDS = 2.0
+DEFAULT_HEARTBEAT_SECONDS = 2.0
+# Without any answer to an open session for this long, another controller is tried.
+WELCOME_TIME_LIMIT_SECONDS = 5.0
+
+_log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """How the node introduces itself.
+
+    Attributes:
+        inventory: What the node is.
+        address: `host:port` of the agent's gRPC server.
+        admin_address: `host:port` of its admin server.
+    """
+
+    inventory: NodeInventory
+    address: str
+    admin_address: str
+
+
+class ControllerSession:
+    """Keeps one session open with whichever controller leads."""
+
+    def __init__(
+        self,
+        introduction: Introduction,
+        *,
+        slots: WorkerSlots,
+        on_welcome: Callable[[RegisterWelcome], None],
+    ) -> None:
+        self._introduction = introduction
+        self._slots = slots
+        self._on_welcome = on_welcome
+        self._heartbeat_seconds = DEFAULT_HEARTBEAT_SECONDS
+        self._assignment_number = 0
+        self._verdicts: dict[str, WorkerVerdict] = {}
+
+    async def run(self, controllers: list[grpc.aio.Channel]) -> None:
+        """Registers with one controller after another, for ever."""
+        retry_seconds = FIRST_RETRY_SECONDS
+        for attempt in count():
+            channel = controllers[attempt % len(controllers)]
+            was_welcome = False
+            try:
+                was_welcome = await self._register(ControllerServiceStub(channel))
+            except grpc.aio.AioRpcError as failure:
+                _log.warning("session_failed", error_code=from_rpc_error(failure).code)
+            retry_seconds = FIRST_RETRY_SECONDS if was_welcome else min(retry_seconds * 2, LONGEST_RETRY_SECONDS)
+            self._assignment_number = 0
+            await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))  # noqa: S311  Jitter, no secret.
+
+    async def _register(self, stub: "ControllerServiceAsyncStub") -> bool:
+        """One session to its end; returns whether the controller took part."""
+        ended = asyncio.Event()
+        call = stub.Register(self._requests(ended))
+        is_welcome = False
+        try:
+            while True:
+                async with asyncio.timeout(None if is_welcome else WELCOME_TIME_LIMIT_SECONDS):
+                    response = await call.read()
+                if not isinstance(response, RegisterResponse):
+                    return is_welcome
+                is_welcome = True
+                self._take(response)
+        except TimeoutError:
+            _log.warning("session_failed", error_code="DEADLINE_EXCEEDED")
+            return False
+        except grpc.aio.AioRpcError as failure:
+            if not is_welcome:
+                raise
+            _log.warning("session_ended", error_code=from_rpc_error(failure).code)
+            return True
+        finally:
+            ended.set()
+            call.cancel()
+
+    async def _requests(self, ended: asyncio.Event) -> AsyncIterator[RegisterRequest]:
+        """Hello, then a heartbeat on each change and at each interval."""
+        number = self._slots.changes.number
+        yield RegisterRequest(
+            hello=AgentHello(
+                inventory=self._introduction.inventory,
+                address=self._introduction.address,
+                admin_address=self._introduction.admin_address,
+                workers=self._slots.statuses(),
+            )
+        )
+        while not ended.is_set():
+            try:
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    number = await self._slots.changes.after(number)
+            except TimeoutError:
+                number = self._slots.changes.number
+            yield RegisterRequest(
+                heartbeat=Heartbeat(
+                    workers=self._slots.statuses(), load=read_load(), assignment_number=self._assignment_number
+                )
+            )
+
+    def _take(self, response: RegisterResponse) -> None:
+        match response.WhichOneof("message"):
+            case "welcome":
+                welcome = response.welcome
+                self._heartbeat_seconds = welcome.heartbeat_interval.ToNanoseconds() / 1e9 or DEFAULT_HEARTBEAT_SECONDS
+                self._slots.enter_cluster(welcome.cluster, hash_seed=welcome.hash_seed)
+                self._on_welcome(welcome)
+                _log.info("session_opened", cluster=welcome.cluster)
+            case "assignment":
+                assignment = response.assignment
+                try:
+                    self._slots.assign(assignment.workers, fence=assignment.fence)
+                    self._assignment_number = assignment.assignment_number
+                except PreconditionError as failure:
+                    _log.warning("assignment_refused", error_code=failure.code, fence=assignment.fence)
+            case "verdicts":
+                self._take_verdicts(list(response.verdicts.verdicts))
+
+    def _take_verdicts(self, verdicts: list[WorkerVerdict]) -> None:
+        for verdict in verdicts:
+            if self._verdicts.get(verdict.worker_uid) == verdict:
+                continue
+            self._verdicts[verdict.worker_uid] = verdict
+            if verdict.refused_reason:
+                _log.error("worker_refused", worker_uid=verdict.worker_uid, reason=verdict.refused_reason)
+            for warning in verdict.warnings:
+                _log.warning("worker_odd", worker_uid=verdict.worker_uid, reason=warning)

@@ -1,0 +1,1 @@
+"""The control plane: resources, placement, registry."""

@@ -1,0 +1,110 @@
+"""What routers are told: models, pools, workers, recent deaths. Pure."""
+
+from collections.abc import Iterable, Mapping
+
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY
+from kvist.controller.v1.controller_pb2 import ClusterState, DeadIncarnation, Model, Pool, WorkerEntry
+from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
+from kvist.router.v1.router_pb2 import TRANSPORT_GRPC, Target
+from kvist_controller.records import NodeRecord, ServiceRecord, SlotRecord
+from kvist_controller.resources import ModelServiceSpec, parse_model_service
+from kvist_controller.revision import pool_revision
+from kvist_controller.verdict import PoolContract
+
+
+def pool_uid(service_uid: str) -> str:
+    """UID of the one pool that a model service has."""
+    return f"{service_uid}-aggregate"
+
+
+def stored_spec(service: ServiceRecord) -> ModelServiceSpec:
+    """The checked specification of a stored resource."""
+    return parse_model_service(service.spec, name=service.name)
+
+
+def is_usable(slot: SlotRecord, dead_incarnations: Mapping[str, int]) -> bool:
+    """Whether routers may know the slot's worker."""
+    status, verdict = slot.status, slot.verdict
+    if status is None or verdict is None or not verdict.is_accepted:
+        return False
+    incarnation = status.description.incarnation
+    return (
+        status.phase in {WORKER_PHASE_READY, WORKER_PHASE_DRAINING}
+        and bool(status.address)
+        and verdict.incarnation == incarnation
+        and incarnation > dead_incarnations.get(slot.uid, 0)
+    )
+
+
+def build_cluster_state(
+    *,
+    cluster: str,
+    hash_seed: int,
+    services: Iterable[ServiceRecord],
+    slots: Iterable[SlotRecord],
+    nodes: Mapping[str, NodeRecord],
+    contracts: Mapping[tuple[str, str], PoolContract],
+    dead_incarnations: Mapping[str, int],
+) -> ClusterState:
+    """Builds a cluster state without a version. Equal inputs give equal messages, so that nothing is sent twice."""
+    state = ClusterState(cluster=cluster, hash_seed=hash_seed)
+    for service in sorted(services, key=lambda service: service.name):
+        state.models.append(_model(service, contracts))
+    for slot in sorted(slots, key=lambda slot: slot.uid):
+        if is_usable(slot, dead_incarnations):
+            state.workers.append(_worker(slot, nodes.get(slot.node_uid)))
+    state.dead_incarnations.extend(
+        DeadIncarnation(worker_uid=uid, incarnation=incarnation)
+        for uid, incarnation in sorted(dead_incarnations.items())
+    )
+    return state
+
+
+def _model(service: ServiceRecord, contracts: Mapping[tuple[str, str], PoolContract]) -> Model:
+    spec = stored_spec(service)
+    uid, revision = pool_uid(service.uid), pool_revision(spec)
+    contract = contracts.get((uid, revision), PoolContract())
+    model = Model(
+        name=spec.model,
+        uid=service.uid,
+        aliases=spec.aliases,
+        pools=[
+            Pool(
+                uid=uid,
+                role=ROLE_AGGREGATE,
+                revision=revision,
+                tokenizer_digest=contract.tokenizer_digest or "",
+                hash_unit_tokens=contract.hash_unit_tokens or 0,
+                replicas=spec.replicas,
+            )
+        ],
+        deleting=service.deleted_at_unix_nanos is not None,
+    )
+    model.created_at.FromNanoseconds(service.created_at_unix_nanos)
+    return model
+
+
+def _worker(slot: SlotRecord, node: NodeRecord | None) -> WorkerEntry:
+    status = slot.status
+    if status is None:
+        raise ValueError("a slot that was never heard of is not usable")
+    description = status.description
+    return WorkerEntry(
+        target=Target(
+            worker_uid=slot.uid,
+            rank=0,
+            address=status.address,
+            transport=TRANSPORT_GRPC,
+            role=slot.spec.role,
+            pool_uid=slot.spec.pool_uid,
+            pool_revision=slot.spec.pool_revision,
+        ),
+        model=slot.spec.model,
+        incarnation=description.incarnation,
+        ranks=max(1, description.ranks),
+        block_size_tokens=description.block_size_tokens,
+        draining=slot.is_draining or status.phase == WORKER_PHASE_DRAINING or description.draining,
+        node_uid=slot.node_uid,
+        agent_address="" if node is None else node.address,
+        namespace=description.namespace,
+    )

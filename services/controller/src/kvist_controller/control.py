@@ -1,0 +1,483 @@
+"""The controller proper: resources and the fleet in memory, each change written under the leader's fence.
+
+One task reconciles. Whatever happens (a resource, a heartbeat, a lease that ends) changes the memory at once and wakes
+it; it decides, writes all changed records in one transaction, and only then tells agents and routers. Ten changes that
+come together are one transaction and one cluster state.
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvist.agent.v1.agent_pb2 import NodeLoad, WorkerSpec, WorkerStatus
+from kvist.changes import Changes
+from kvist.controller.v1.controller_pb2 import AgentHello, ClusterState, NodeEntry, WorkerVerdict
+from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
+from kvist.errors import ConflictError, KvistError, NotFoundError, UnavailableError, error, invalid_field
+from kvist.store import Delete, Put, StateStore, StoreError
+from kvist.store.election import Leadership
+from kvist.telemetry import logger
+from kvist_controller.cluster_state import build_cluster_state, is_usable, pool_uid, stored_spec
+from kvist_controller.fleet import DEATH_RETENTION_SECONDS, Death, Fleet, status_with_verdict
+from kvist_controller.placement import plan
+from kvist_controller.plain import to_struct
+from kvist_controller.presence import Presence, PresenceTimes
+from kvist_controller.records import Keys, NodeRecord, ServiceRecord, SlotRecord, decode_contract
+from kvist_controller.resources import INVALID_MANIFEST, MODEL_SERVICE_KIND, ModelServiceSpec
+from kvist_controller.revision import pool_revision
+from kvist_controller.status import Observation, build_status
+from kvist_controller.verdict import PoolContract
+
+TICK_SECONDS = 0.5
+RETRY_SECONDS = 0.5
+# A node that is lost, empty and silent for this long is forgotten.
+FORGET_NODE_SECONDS = 3_600.0
+_SLOT_TOKEN_BYTES = 3
+
+_log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Both clocks, so that tests can turn them.
+
+    Attributes:
+        monotonic: For leases.
+        unix: For people.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrders:
+    """What a node shall run.
+
+    Attributes:
+        number: Grows with each change.
+        workers: Specifications of all slots, by UID.
+    """
+
+    number: int = 0
+    workers: tuple[WorkerSpec, ...] = ()
+
+
+class Controller:
+    """Leads one cluster for as long as its leadership lasts."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        leadership: Leadership,
+        *,
+        cluster: str,
+        times: PresenceTimes,
+        clocks: Clocks | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.hash_seed = 0
+        self.services: dict[str, ServiceRecord] = {}
+        # Announced when resources, respectively orders and verdicts, respectively the cluster state have changed.
+        self.resource_changes = Changes()
+        self.order_changes = Changes()
+        self.state_changes = Changes()
+        self._store = store
+        self._leadership = leadership
+        self._keys = Keys(cluster)
+        self._clocks = clocks or Clocks()
+        self._presence = Presence(times)
+        self._fleet = Fleet(keys=self._keys, hash_seed=0, presence=self._presence)
+        self._orders: dict[str, NodeOrders] = {}
+        self._state = ClusterState()
+        self._state_bytes = b""
+        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    # Life.
+
+    async def load(self) -> None:
+        """Reads what the leader before has left. Nothing is published before the first reconciliation."""
+        now_seconds = self._clocks.monotonic()
+        self.hash_seed = await self._load_hash_seed()
+        fleet = self._fleet = Fleet(keys=self._keys, hash_seed=self.hash_seed, presence=self._presence)
+        prefix = self._keys.resources(MODEL_SERVICE_KIND)
+        for item in (await self._store.list(prefix)).items:
+            service = ServiceRecord.decode(item.value, resource_version=item.mod_revision)
+            self.services[service.name] = service
+        for item in (await self._store.list(self._keys.nodes)).items:
+            node = NodeRecord.decode(item.value)
+            fleet.nodes[node.uid] = node
+        for item in (await self._store.list(self._keys.workers)).items:
+            slot = SlotRecord.decode(item.value)
+            fleet.slots[slot.uid] = slot
+        for item in (await self._store.list(self._keys.contracts)).items:
+            pool, revision = item.key.removeprefix(self._keys.contracts).split("/")
+            fleet.contracts[pool, revision] = decode_contract(item.value)
+        published = await self._store.get(self._keys.cluster_state)
+        if published is not None:
+            self._state_bytes = published.value
+            self._publish(ClusterState.FromString(published.value), revision=published.mod_revision)
+            fleet.deaths = {
+                dead.worker_uid: Death(dead.incarnation, now_seconds) for dead in self._state.dead_incarnations
+            }
+        self._presence.load(fleet.nodes, now_seconds=now_seconds)
+        _log.info("state_loaded", services=len(self.services), nodes=len(fleet.nodes), slots=len(fleet.slots))
+
+    async def _load_hash_seed(self) -> int:
+        stored = await self._store.get(self._keys.hash_seed)
+        if stored is not None:
+            return int(stored.value)
+        seed = secrets.randbits(64)
+        await self._leadership.commit(self._store, [Put(self._keys.hash_seed, str(seed).encode())])
+        return seed
+
+    async def run(self) -> None:
+        """Reconciles on each change and each tick, until cancelled.
+
+        Raises:
+            KvistError: STALE_FENCE, when somebody else leads.
+        """
+        while True:
+            self._wake.clear()
+            try:
+                await self.reconcile()
+            except StoreError as failure:
+                # Membership is frozen until the store answers; what routers know stays as it is.
+                _log.warning("reconcile_deferred", reason=str(failure))
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    # Resources.
+
+    def service(self, name: str) -> ServiceRecord:
+        """One resource.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        try:
+            return self.services[name]
+        except KeyError:
+            raise NotFoundError(f"there is no {MODEL_SERVICE_KIND} {name!r}") from None
+
+    async def apply(
+        self,
+        name: str,
+        spec: ModelServiceSpec,
+        *,
+        labels: Mapping[str, str],
+        annotations: Mapping[str, str],
+        resource_version: str,
+        validate_only: bool,
+    ) -> tuple[ServiceRecord, bool | None]:
+        """Creates or changes a resource.
+
+        Returns:
+            The resource, and whether it was created (true), changed (false) or equal (none).
+
+        Raises:
+            KvistError: A served name is taken, or the resource is another one than the caller has seen.
+        """
+        present = self.services.get(name)
+        self._check_names(name, spec)
+        if resource_version and (present is None or resource_version != str(present.resource_version)):
+            raise ConflictError(f"{MODEL_SERVICE_KIND} {name!r} was changed meanwhile: read it again")
+        plain = spec.to_plain()
+        if present is None:
+            service = ServiceRecord(
+                name=name,
+                uid=str(uuid.uuid4()),
+                generation=1,
+                created_at_unix_nanos=int(self._clocks.unix() * 1e9),
+                spec=plain,
+                labels=dict(labels),
+                annotations=dict(annotations),
+            )
+        elif present.deleted_at_unix_nanos is not None:
+            raise ConflictError(f"{MODEL_SERVICE_KIND} {name!r} is being deleted: apply it when it is gone")
+        else:
+            service = replace(
+                present,
+                generation=present.generation + int(plain != present.spec),
+                spec=plain,
+                labels=dict(labels),
+                annotations=dict(annotations),
+            )
+        if validate_only or service == present:
+            return service, None if service == present else present is None
+        await self._put_service(service)
+        return self.services.get(name, service), present is None
+
+    def _check_names(self, name: str, spec: ModelServiceSpec) -> None:
+        for other in self.services.values():
+            if other.name == name:
+                continue
+            taken = sorted(set(stored_spec(other).served_names) & set(spec.served_names))
+            if taken:
+                field = "spec.model" if taken[0] == spec.model else "spec.aliases"
+                raise invalid_field(
+                    field, f"{taken[0]!r} is served by {MODEL_SERVICE_KIND} {other.name!r}", code=INVALID_MANIFEST
+                )
+
+    async def delete(self, name: str) -> ServiceRecord:
+        """Marks a resource for deletion; it is gone when its workers have drained.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        service = self.service(name)
+        if service.deleted_at_unix_nanos is None:
+            await self._put_service(replace(service, deleted_at_unix_nanos=int(self._clocks.unix() * 1e9)))
+        return self.services.get(name, service)
+
+    async def _put_service(self, service: ServiceRecord) -> None:
+        self._remember_service(service)
+        try:
+            await self._write()
+        except StoreError as failure:
+            raise UnavailableError("the state store does not answer; the change may still be made") from failure
+        self._wake.set()
+
+    def _remember_service(self, service: ServiceRecord) -> None:
+        self.services[service.name] = service
+        self._fleet.pending[self._keys.resource(MODEL_SERVICE_KIND, service.name)] = service.encode()
+
+    # Agents.
+
+    def hello(self, hello: AgentHello) -> None:
+        """An agent has introduced its node."""
+        self._fleet.hello(hello, now_seconds=self._clocks.monotonic(), now_unix_seconds=self._clocks.unix())
+        self._wake.set()
+
+    def heartbeat(self, node_uid: str, workers: Sequence[WorkerStatus], *, load: NodeLoad | None) -> None:
+        """An agent is alive."""
+        self._fleet.heartbeat(
+            node_uid,
+            workers,
+            load=load,
+            now_seconds=self._clocks.monotonic(),
+            now_unix_seconds=self._clocks.unix(),
+        )
+        if self._fleet.pending:
+            self._wake.set()
+
+    def orders(self, node_uid: str) -> NodeOrders:
+        """What a node shall run."""
+        return self._orders.get(node_uid, NodeOrders())
+
+    def verdicts(self, node_uid: str) -> list[WorkerVerdict]:
+        """What the controller thinks of a node's workers."""
+        return self._fleet.verdicts(node_uid)
+
+    @property
+    def fence(self) -> int:
+        """The number that makes an expired leader's commands fail."""
+        return self._leadership.fence
+
+    def node_entries(self) -> list[NodeEntry]:
+        """All nodes, for people."""
+        return self._fleet.node_entries(now_seconds=self._clocks.monotonic())
+
+    # Cluster state.
+
+    @property
+    def cluster_state(self) -> ClusterState:
+        """The last published cluster state; its revision is 0 before the first."""
+        return self._state
+
+    # Reconciliation.
+
+    async def reconcile(self) -> None:
+        """Decides, writes, tells."""
+        now_seconds = self._clocks.monotonic()
+        for service in list(self.services.values()):
+            self._reconcile_service(service, now_seconds=now_seconds)
+        self._prune(now_seconds=now_seconds)
+        state = build_cluster_state(
+            cluster=self.cluster,
+            hash_seed=self.hash_seed,
+            services=self.services.values(),
+            slots=self._fleet.slots.values(),
+            nodes=self._fleet.nodes,
+            contracts=self._fleet.contracts,
+            dead_incarnations={
+                uid: death.incarnation
+                for uid, death in self._fleet.deaths.items()
+                if now_seconds - death.noted_at_seconds < DEATH_RETENTION_SECONDS
+            },
+        )
+        encoded = state.SerializeToString(deterministic=True)
+        # Still pending means that a write failed, so that what the store holds is unknown.
+        is_news = encoded != self._state_bytes or self._keys.cluster_state in self._fleet.pending
+        if is_news:
+            self._fleet.pending[self._keys.cluster_state] = encoded
+        revision = await self._write()
+        if is_news:
+            self._state_bytes = encoded
+            self._publish(state, revision=revision)
+        self._give_orders()
+
+    def _reconcile_service(self, service: ServiceRecord, *, now_seconds: float) -> None:
+        spec = stored_spec(service)
+        revision = pool_revision(spec)
+        is_deleting = service.deleted_at_unix_nanos is not None
+        desired = 0 if is_deleting else spec.replicas
+        fleet = self._fleet
+        self._fix_contract(service, spec, revision)
+        for slot in fleet.slots_of(service.uid):
+            if slot.is_draining and self._presence.is_lost(slot.node_uid, now_seconds=now_seconds):
+                # Nobody is left who could say that it has ended; its node is told to end it should it come back.
+                fleet.drop_slot(slot.uid)
+            elif slot.spec.pool_revision == revision:
+                fleet.put_slot(replace(slot, spec=self._worker_spec(service, spec, slot.uid)))
+        dead = fleet.dead_incarnations()
+        slots = [
+            fleet.slot_view(slot, is_ready=is_usable(slot, dead), now_seconds=now_seconds)
+            for slot in fleet.slots_of(service.uid)
+        ]
+        steps = plan(
+            desired=desired,
+            revision=revision,
+            engine=spec.engine.name,
+            slots=slots,
+            nodes=fleet.node_views(now_seconds=now_seconds),
+        )
+        for uid in steps.drain:
+            fleet.put_slot(replace(fleet.slots[uid], is_draining=True))
+            _log.info("slot_draining", worker_uid=uid, service=service.name)
+        for new in steps.create:
+            uid = f"{service.name}-{secrets.token_hex(_SLOT_TOKEN_BYTES)}-{new.ordinal}"
+            worker_spec = self._worker_spec(service, spec, uid)
+            fleet.put_slot(SlotRecord(service.uid, new.ordinal, new.node_uid, worker_spec))
+            _log.info("slot_placed", worker_uid=uid, service=service.name, node_uid=new.node_uid)
+        remaining = fleet.slots_of(service.uid)
+        if is_deleting and not remaining:
+            del self.services[service.name]
+            fleet.pending[self._keys.resource(MODEL_SERVICE_KIND, service.name)] = None
+            _log.info("service_deleted", service=service.name)
+            return
+        self._state_status(service, remaining, desired=desired, revision=revision, unplaced=steps.unplaced)
+
+    def _fix_contract(self, service: ServiceRecord, spec: ModelServiceSpec, revision: str) -> None:
+        """A resource may pin what else the first accepted worker fixes."""
+        key = (pool_uid(service.uid), revision)
+        pinned = PoolContract(tokenizer_digest=spec.tokenizer_digest, hash_unit_tokens=spec.hash_unit_tokens)
+        if key not in self._fleet.contracts and pinned != PoolContract():
+            self._fleet.put_contract(*key, pinned)
+
+    def _state_status(
+        self, service: ServiceRecord, slots: Sequence[SlotRecord], *, desired: int, revision: str, unplaced: int
+    ) -> None:
+        dead = self._fleet.dead_incarnations()
+        active = [slot for slot in slots if not slot.is_draining]
+        ready = [slot for slot in active if is_usable(slot, dead)]
+        observed = Observation(
+            generation=service.generation,
+            desired=desired,
+            active=len(active),
+            ready=len(ready),
+            updated_ready=sum(slot.spec.pool_revision == revision for slot in ready),
+            draining=len(slots) - len(active),
+            unplaced=unplaced,
+            problems=tuple(
+                f"{slot.uid}: {message}"
+                for slot in sorted(active, key=lambda slot: slot.ordinal)
+                if slot not in ready and slot.status is not None and (message := status_with_verdict(slot).message)
+            ),
+            is_deleting=service.deleted_at_unix_nanos is not None,
+        )
+        status = build_status(observed, previous=service.status, now_unix_seconds=self._clocks.unix())
+        if status != service.status:
+            self._remember_service(replace(service, status=status))
+
+    def _worker_spec(self, service: ServiceRecord, spec: ModelServiceSpec, worker_uid: str) -> WorkerSpec:
+        worker = WorkerSpec(
+            worker_uid=worker_uid,
+            model=spec.model,
+            engine=spec.engine.name,
+            engine_arguments=to_struct(spec.engine.arguments),
+            pool_uid=pool_uid(service.uid),
+            pool_revision=pool_revision(spec),
+            role=ROLE_AGGREGATE,
+            hash_seed=self.hash_seed,
+        )
+        worker.drain_time_limit.FromNanoseconds(int(spec.drain_timeout * 1e9))
+        worker.startup_time_limit.FromNanoseconds(int(spec.startup_timeout * 1e9))
+        return worker
+
+    def _prune(self, *, now_seconds: float) -> None:
+        fleet = self._fleet
+        present = {(pool_uid(service.uid), pool_revision(stored_spec(service))) for service in self.services.values()}
+        used = present | {(slot.spec.pool_uid, slot.spec.pool_revision) for slot in fleet.slots.values()}
+        for pool, revision in [key for key in fleet.contracts if key not in used]:
+            fleet.drop_contract(pool, revision)
+        occupied = {slot.node_uid for slot in fleet.slots.values()}
+        for uid in [uid for uid in fleet.nodes if uid not in occupied]:
+            if self._presence.is_lost(uid, now_seconds=now_seconds - FORGET_NODE_SECONDS):
+                fleet.drop_node(uid)
+        fleet.prune_deaths(now_seconds=now_seconds)
+
+    async def _write(self) -> int:
+        """Writes all pending records in one transaction, and returns the store's revision.
+
+        Raises:
+            StoreError: It is unknown what was written; all of it is written again.
+            KvistError: STALE_FENCE, when somebody else leads.
+        """
+        async with self._writing:
+            batch = dict(self._fleet.pending)
+            if not batch:
+                return 0
+            operations = [Delete(key) if value is None else Put(key, value) for key, value in batch.items()]
+            outcome = await self._leadership.commit(self._store, operations)
+            for key, value in batch.items():
+                # A record that changed again meanwhile stays pending.
+                if self._fleet.pending.get(key, value) is value:
+                    self._fleet.pending.pop(key, None)
+            self._note_versions(batch, outcome.revision)
+            return outcome.revision
+
+    def _note_versions(self, batch: Mapping[str, Any], revision: int) -> None:
+        prefix = self._keys.resources(MODEL_SERVICE_KIND)
+        written = [key.removeprefix(prefix) for key in batch if key.startswith(prefix)]
+        for name in written:
+            service = self.services.get(name)
+            if service is not None:
+                self.services[name] = replace(service, resource_version=revision)
+        if written:
+            self.resource_changes.announce()
+
+    def _publish(self, state: ClusterState, *, revision: int) -> None:
+        published = ClusterState()
+        published.CopyFrom(state)
+        published.version.store_epoch = self._store.epoch
+        published.version.revision = revision
+        self._state = published
+        self.state_changes.announce()
+
+    def _give_orders(self) -> None:
+        """Tells agents what to run; after the write, so that no worker runs that the store does not know."""
+        wanted: dict[str, list[WorkerSpec]] = {uid: [] for uid in self._fleet.nodes}
+        for slot in sorted(self._fleet.slots.values(), key=lambda slot: slot.uid):
+            if not slot.is_draining:
+                wanted.setdefault(slot.node_uid, []).append(slot.spec)
+        for node_uid, workers in wanted.items():
+            present = self.orders(node_uid)
+            if present.number == 0 or present.workers != tuple(workers):
+                self._orders[node_uid] = NodeOrders(present.number + 1, tuple(workers))
+        self.order_changes.announce()
+
+
+def not_leading() -> KvistError:
+    """The error of a controller that does not lead."""
+    return error("NOT_READY", "this controller does not lead yet", retry_after_seconds=1.0)

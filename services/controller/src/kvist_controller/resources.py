@@ -1,0 +1,171 @@
+"""Resources as people write them: checked, defaulted, and refused with the path of each wrong field."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from kvist.errors import FieldViolation, invalid
+
+API_VERSION = "kvist.dev/v1alpha1"
+MODEL_SERVICE_KIND = "ModelService"
+KINDS = (MODEL_SERVICE_KIND,)
+INVALID_MANIFEST = "INVALID_MANIFEST"
+MAX_REPLICAS = 1_000
+NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+_DURATION_PATTERN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>ms|s|m|h)")
+_SECONDS_BY_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+# Below this likeness a suggestion confuses more than it helps.
+_SUGGESTION_CUTOFF = 0.6
+
+
+def _seconds_from_text(value: object) -> object:
+    """Turns `1m30s`-style single-unit durations such as `90s` into seconds."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("must be a duration such as 30s, 500ms or 2m")  # noqa: TRY004 - pydantic collects ValueError alone.
+    if isinstance(value, int | float):
+        return float(value)
+    match = _DURATION_PATTERN.fullmatch(value.strip())
+    if match is None:
+        raise ValueError("must be a duration such as 30s, 500ms or 2m")
+    return float(match["number"]) * _SECONDS_BY_UNIT[match["unit"]]
+
+
+DurationSeconds = Annotated[float, BeforeValidator(_seconds_from_text), Field(ge=0, le=86_400)]
+# What clients say; no white space and no control characters, since it travels in headers, logs and metrics.
+ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$")]
+
+
+class _Section(BaseModel):
+    """Base of all parts of a specification: camel case outside, unknown fields refused."""
+
+    model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
+
+
+class EngineSpec(_Section):
+    """Which engine computes, and its arguments."""
+
+    name: Literal["llamacpp", "sim", "vllm"]
+    # Checked by the engine adapter at its start: the controller knows no engine's arguments.
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class ModelServiceSpec(_Section):
+    """What a model service shall be."""
+
+    model: ModelName
+    engine: EngineSpec
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    aliases: tuple[ModelName, ...] = ()
+    role: Literal["aggregate"] = "aggregate"
+    drain_timeout: DurationSeconds = 30.0
+    startup_timeout: Annotated[DurationSeconds, Field(gt=0)] = 600.0
+    tokenizer_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
+    hash_unit_tokens: Annotated[int, Field(ge=1, le=65_536)] | None = None
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        names = [self.model, *self.aliases]
+        if len(set(names)) != len(names):
+            raise ValueError("a name is given more than once")
+        return self
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All names that clients may say."""
+        return (self.model, *self.aliases)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The specification with all defaults, as it is stored and shown."""
+        plain = self.model_dump(by_alias=True, mode="json", exclude_none=True)
+        plain["drainTimeout"] = _seconds_to_text(self.drain_timeout)
+        plain["startupTimeout"] = _seconds_to_text(self.startup_timeout)
+        return plain
+
+
+def check_identity(*, api_version: str, kind: str, name: str) -> list[FieldViolation]:
+    """Checks what every resource has."""
+    violations = []
+    if api_version != API_VERSION:
+        violations.append(FieldViolation("apiVersion", f"must be {API_VERSION}"))
+    if kind not in KINDS:
+        violations.append(FieldViolation("kind", f"unknown kind{_suggestion(kind, KINDS)}; known: {', '.join(KINDS)}"))
+    if NAME_PATTERN.fullmatch(name) is None:
+        violations.append(
+            FieldViolation(
+                "metadata.name",
+                "must be 1 to 63 lower-case letters, digits or '-', and begin and end with a letter or digit",
+            )
+        )
+    return violations
+
+
+def parse_model_service(spec: Mapping[str, Any], *, name: str) -> ModelServiceSpec:
+    """Checks the specification of a `ModelService`.
+
+    Args:
+        spec: As written.
+        name: Name of the resource; the served name unless `spec.model` says another.
+
+    Raises:
+        InvalidRequestError: INVALID_MANIFEST, with every wrong field.
+    """
+    defaulted = {"model": name, **spec} if isinstance(spec, Mapping) else spec
+    try:
+        return ModelServiceSpec.model_validate(defaulted)
+    except ValidationError as error:
+        violations = [_violation(dict(one), ModelServiceSpec) for one in error.errors()]
+        raise invalid(violations, code=INVALID_MANIFEST) from None
+
+
+def _violation(error: dict[str, Any], model: type[BaseModel]) -> FieldViolation:
+    path = _path(error["loc"])
+    match error["type"]:
+        case "extra_forbidden":
+            known = _known_fields(model, error["loc"][:-1])
+            unknown = str(error["loc"][-1])
+            return FieldViolation(path, f"unknown field{_suggestion(unknown, known)}; known: {', '.join(known)}")
+        case "missing":
+            return FieldViolation(path, "is required")
+        case "literal_error":
+            expected = str(error["ctx"]["expected"])
+            choices = tuple(re.findall(r"'([^']*)'", expected))
+            return FieldViolation(
+                path, f"must be one of {', '.join(choices)}{_suggestion(str(error['input']), choices)}"
+            )
+        case "value_error":
+            return FieldViolation(path, str(error["ctx"]["error"]))
+        case _:
+            return FieldViolation(path, error["msg"][:1].lower() + error["msg"][1:])
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = "spec"
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path
+
+
+def _known_fields(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The fields that the section at a location has."""
+    section: Any = model
+    for part in location:
+        fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+        section = fields.get(str(part))
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return ()
+    return tuple(sorted(field.alias or name for name, field in section.model_fields.items()))
+
+
+def _suggestion(word: str, choices: tuple[str, ...]) -> str:
+    by_folded = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower().replace("_", ""), by_folded, n=1, cutoff=_SUGGESTION_CUTOFF)
+    return f", did you mean {by_folded[close[0]]!r}?" if close else ""
+
+
+def _seconds_to_text(seconds: float) -> str:
+    return f"{seconds:.0f}s" if seconds == int(seconds) else f"{seconds * 1000:.0f}ms"

@@ -1,0 +1,108 @@
+"""The life of a KV master: start the index, follow the cluster state, serve, stop."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from functools import partial
+
+from kvist import _core
+from kvist.admin import AdminServer
+from kvist.cluster_watch import ClusterWatch
+from kvist.controller.v1.controller_pb2 import ClusterState
+from kvist.errors import core_errors
+from kvist.grpc import GrpcServer, Registration, open_channel
+from kvist.kvmaster.v1.kvmaster_pb2 import DESCRIPTOR
+from kvist.kvmaster.v1.kvmaster_pb2_grpc import add_KvMasterServiceServicer_to_server
+from kvist.runner import Process
+from kvist.telemetry import logger
+from kvist_kvmaster.service import KvMasterService
+from kvist_kvmaster.settings import KvMasterSettings
+
+SERVICE_NAME = DESCRIPTOR.services_by_name["KvMasterService"].full_name
+
+_log = logger(__name__)
+
+
+async def main(process: Process[KvMasterSettings]) -> None:
+    """Runs a KV master until the process is asked to stop."""
+    settings = process.settings
+    _core.init_telemetry(
+        json.dumps(
+            {
+                "service_name": "kvist-kvmaster",
+                "instance": settings.name,
+                "log_format": settings.telemetry.log_format,
+                "log_level": settings.telemetry.log_level,
+            }
+        )
+    )
+    process.readiness.block("cluster_state", "no cluster state was seen yet")
+    runtime = _core.Runtime(settings.worker_threads)
+    try:
+        with core_errors():
+            index = _core.IndexService(runtime, json.dumps(core_settings(settings)))
+            await asyncio.to_thread(index.start)
+        try:
+            await _serve(process, index)
+        finally:
+            await asyncio.to_thread(index.stop)
+    finally:
+        await asyncio.to_thread(runtime.close)
+        await asyncio.to_thread(_core.shutdown_telemetry)
+
+
+def core_settings(settings: KvMasterSettings) -> dict[str, object]:
+    """What the index is told."""
+    core: dict[str, object] = {
+        "nats_url": ",".join(settings.bus.urls),
+        "cluster": settings.cluster,
+        "client_name": settings.name,
+        "byte_budget": settings.index_byte_budget,
+    }
+    if settings.bus.credentials_file is not None:
+        core["credentials_file"] = str(settings.bus.credentials_file)
+    return core
+
+
+async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) -> None:
+    settings = process.settings
+    service = KvMasterService(index)
+    async with AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(
+            AdminServer(settings.telemetry.admin_listen, registry=process.registry, readiness=process.readiness)
+        )
+        server = await stack.enter_async_context(
+            GrpcServer(
+                settings.grpc,
+                services=[Registration(SERVICE_NAME, partial(add_KvMasterServiceServicer_to_server, service))],
+                registry=process.registry,
+            )
+        )
+        channels = [
+            await stack.enter_async_context(open_channel(address, retries=False)) for address in settings.controllers
+        ]
+
+        async def take(state: ClusterState) -> None:
+            try:
+                applied = await asyncio.to_thread(index.apply_cluster_state, state.SerializeToString())
+            except (ValueError, _core.CoreError) as failure:
+                _log.error("cluster_state_refused", revision=state.version.revision, reason=str(failure))
+                return
+            if applied:
+                service.set_synced()
+                process.readiness.clear("cluster_state")
+                await server.set_serving(True)
+
+        watch = ClusterWatch(subscriber=settings.name, on_state=take, on_connected=_note_connection)
+        process.announce(grpc_address=server.address, admin_address=admin.address)
+        process.readiness.clear("start")
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(watch.run(channels))
+            await process.stopping.wait()
+            process.readiness.block("stopping", "the process is being stopped")
+            await server.set_serving(False)
+            task.cancel()
+
+
+def _note_connection(is_connected: bool) -> None:
+    _log.info("control_plane_connection", is_connected=is_connected)

@@ -1,0 +1,128 @@
+"""The life of a router: start the data plane, follow the cluster state, drain, stop."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from kvist import _core
+from kvist.cluster_watch import ClusterWatch
+from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion
+from kvist.errors import core_errors
+from kvist.grpc import open_channel
+from kvist.grpc.client import TlsFiles
+from kvist.runner import Process
+from kvist.telemetry import logger
+from kvist_router.settings import RouterSettings
+from kvist_router.state_file import StaticState, read_state, write_state
+
+_log = logger(__name__)
+
+
+async def main(process: Process[RouterSettings]) -> None:
+    """Runs a router until the process is asked to stop."""
+    settings = process.settings
+    _core.init_telemetry(
+        json.dumps(
+            {
+                "service_name": "kvist-router",
+                "instance": settings.name,
+                "log_format": settings.telemetry.log_format,
+                "log_level": settings.telemetry.log_level,
+            }
+        )
+    )
+    runtime = _core.Runtime(settings.worker_threads)
+    try:
+        with core_errors():
+            server = _core.RouterServer(runtime, json.dumps(core_settings(settings)))
+            addresses: dict[str, str] = json.loads(await asyncio.to_thread(server.start))
+        process.announce(**addresses)
+        process.readiness.clear("start")
+        try:
+            await _follow_until_stopped(process, server)
+            _log.info("draining", time_limit_seconds=settings.drain_seconds)
+            await asyncio.to_thread(server.drain, int(settings.drain_seconds * 1000))
+        finally:
+            await asyncio.to_thread(server.stop)
+    finally:
+        await asyncio.to_thread(runtime.close)
+        await asyncio.to_thread(_core.shutdown_telemetry)
+
+
+def core_settings(settings: RouterSettings) -> dict[str, object]:
+    """What the data plane is told."""
+    core: dict[str, object] = {
+        "name": settings.name,
+        "http_listen": settings.http_listen,
+        "grpc_listen": settings.grpc_listen,
+        "admin_listen": settings.telemetry.admin_listen,
+        "index_byte_budget_bytes": settings.index_byte_budget,
+        "default_deadline_ms": int(settings.default_deadline_seconds * 1000),
+        "body_limit_bytes": settings.body_limit_bytes,
+        "text_threads": settings.text_threads,
+    }
+    if settings.bus.urls:
+        core["nats_url"] = ",".join(settings.bus.urls)
+    if settings.api_keys_file is not None:
+        core["api_keys_file"] = str(settings.api_keys_file)
+    return core
+
+
+class StateReceiver:
+    """Gives cluster states to the data plane and keeps the last good one on disk."""
+
+    def __init__(self, server: "_core.RouterServer", *, last_state_file: Path | None) -> None:
+        self._server = server
+        self._last_state_file = last_state_file
+
+    async def load(self) -> ClusterVersion | None:
+        """Applies the last good state of an earlier run; returns its version."""
+        if self._last_state_file is None:
+            return None
+        try:
+            state = read_state(self._last_state_file)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("last_state_unreadable", reason=str(error))
+            return None
+        return state.version if await self._apply(state) else None
+
+    async def take(self, state: ClusterState) -> None:
+        """Applies a state; an older or invalid one is refused and the last good one stays."""
+        if await self._apply(state) and self._last_state_file is not None:
+            await asyncio.to_thread(write_state, self._last_state_file, state)
+
+    async def _apply(self, state: ClusterState) -> bool:
+        try:
+            return await asyncio.to_thread(self._server.apply_cluster_state, state.SerializeToString())
+        except (ValueError, _core.CoreError) as error:
+            _log.error("cluster_state_refused", revision=state.version.revision, reason=str(error))
+            return False
+
+
+async def _follow_until_stopped(process: Process[RouterSettings], server: "_core.RouterServer") -> None:
+    settings = process.settings
+    receiver = StateReceiver(server, last_state_file=settings.last_state_file)
+    async with AsyncExitStack() as stack:
+        if settings.cluster_state_file is not None:
+            server.set_control_plane_connected(True)
+            following = StaticState(settings.cluster_state_file).follow(receiver.take)
+        else:
+            tls = TlsFiles(ca_file=settings.controller_tls_ca_file) if settings.controller_tls_ca_file else None
+            channels = [
+                await stack.enter_async_context(open_channel(address, tls=tls, retries=False))
+                for address in settings.controllers
+            ]
+            watch = ClusterWatch(
+                subscriber=settings.name,
+                on_state=receiver.take,
+                on_connected=server.set_control_plane_connected,
+                known_version=await receiver.load(),
+            )
+            following = watch.run(channels)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(following)
+            await process.stopping.wait()
+            task.cancel()

@@ -1,0 +1,62 @@
+"""Settings of the router."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from kvist.settings import BusSettings, Settings, TelemetrySettings, is_loopback, split_address
+
+
+class RouterSettings(Settings):
+    """Everything that a router is told."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,63}$")] = "router-0"
+    """Name of this router, unique in the cluster; each request id begins with it."""
+    http_listen: str = "127.0.0.1:0"
+    """`host:port` of the OpenAI-compatible HTTP edge; port 0 takes a free one."""
+    grpc_listen: str = "127.0.0.1:0"
+    """`host:port` of the gRPC server; port 0 takes a free one."""
+    insecure: bool = False
+    """Allow plain text off loopback."""
+    controllers: tuple[str, ...] = ()
+    """`host:port` of the controllers; tried in turn."""
+    controller_tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the controllers' certificates; plain text without it."""
+    cluster_state_file: Path | None = None
+    """A `ClusterState` as protobuf JSON instead of controllers; watched for changes."""
+    last_state_file: Path | None = None
+    """Where the last good cluster state is kept, so that a restart needs no controller."""
+    bus: BusSettings = BusSettings()
+    """Where KV events come from; without it the router steers by load alone."""
+    api_keys_file: Path | None = None
+    """API keys, one a line: `name:sha256hex[:cache_salt]`. Without it everybody may ask."""
+    index_byte_budget: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Most bytes of the index."""
+    default_deadline_seconds: float = Field(default=600.0, gt=0, le=86_400)
+    """Time a request may take when its client states none."""
+    body_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Largest HTTP body."""
+    drain_seconds: float = Field(default=30.0, ge=0, le=3_600)
+    """How long running requests may take when the process is asked to stop."""
+    worker_threads: int | None = Field(default=None, ge=1, le=1_024)
+    """Threads of the data plane; one for each processor when absent."""
+    text_threads: int = Field(default=0, ge=0, le=1_024)
+    """Threads that tokenize long prompts; 0 for half of the processors."""
+    telemetry: TelemetrySettings = TelemetrySettings()
+    """Logs and the admin server."""
+
+    @field_validator("http_listen", "grpc_listen")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if bool(self.controllers) == (self.cluster_state_file is not None):
+            raise ValueError("give either controllers or cluster_state_file")
+        for address in (self.http_listen, self.grpc_listen):
+            if not self.insecure and not is_loopback(split_address(address)[0]):
+                raise ValueError(f"{address} is not loopback: say `insecure: true`, or put a TLS proxy before it")
+        return self

@@ -1,0 +1,45 @@
+"""Adapters, one module for each engine; only that module imports the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvist.errors import FieldViolation, error, invalid, invalid_field
+from kvist_worker.engine import EngineAdapter
+
+NAMES = ("llamacpp", "sim")
+
+
+def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
+    """The adapter of an engine; none for the simulated one, which the core brings.
+
+    Raises:
+        KvistError: `INVALID_ARGUMENT` for wrong arguments or an unknown name, `NOT_IMPLEMENTED` for an engine that is
+            not there.
+    """
+    match name:
+        case "sim":
+            return None
+        case "llamacpp":
+            try:
+                # Imported here: a worker loads the one engine it hosts.
+                from kvist_worker.engines.llamacpp import LlamaCppArguments, LlamaCppEngine  # noqa: PLC0415
+            except ImportError as failure:
+                raise error(
+                    "NOT_IMPLEMENTED", "the engine llamacpp needs the extra `llamacpp` of kvist-worker"
+                ) from failure
+            try:
+                checked = LlamaCppArguments.model_validate(dict(arguments))
+            except ValidationError as failure:
+                raise invalid(
+                    [
+                        FieldViolation(".".join(("engine_arguments", *map(str, item["loc"]))), item["msg"])
+                        for item in failure.errors(include_url=False)
+                    ]
+                ) from failure
+            return LlamaCppEngine(checked)
+        case "vllm":
+            raise error("NOT_IMPLEMENTED", "this version has no adapter for vllm")
+        case _:
+            raise invalid_field("engine", f"must be one of {', '.join(NAMES)}")

@@ -1,0 +1,297 @@
+"""The controller over gRPC: resources, registration, cluster state, restart."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED
+from kvist.controller.v1 import controller_pb2 as pb
+from kvist.errors import KvistError, rpc_errors
+from kvist_controller.plain import from_struct
+from support.control_plane import ClusterReader, ControlPlane, ScriptedAgent, control_plane, manifest
+
+LIMIT_SECONDS = 30
+
+
+@pytest.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[ControlPlane]:
+    async with asyncio.timeout(LIMIT_SECONDS), control_plane(tmp_path / "s.sqlite") as plane:
+        yield plane
+
+
+async def apply(plane: ControlPlane, resource: pb.Resource, **options: object) -> pb.ApplyResponse:
+    with rpc_errors():
+        return await plane.stub.Apply(pb.ApplyRequest(resource=resource, **options))
+
+
+async def refused(call: object) -> KvistError:
+    with pytest.raises(KvistError) as caught, rpc_errors():
+        await call
+    return caught.value
+
+
+async def until_status(plane: ControlPlane, name: str, condition: object) -> dict:
+    call = plane.stub.Watch(pb.WatchRequest(kind="ModelService"))
+    while True:
+        response = await call.read()
+        if response.resource.metadata.name == name:
+            status = from_struct(response.resource.status)
+            if status and condition(status):
+                call.cancel()
+                return status
+
+
+def ready_condition(status: dict) -> str:
+    return next(condition["status"] for condition in status["conditions"] if condition["type"] == "Ready")
+
+
+# Resources.
+
+
+async def test_apply_says_what_it_did(plane: ControlPlane) -> None:
+    first = await apply(plane, manifest(replicas=0))
+    assert first.result == pb.APPLY_RESULT_CREATED
+    assert first.resource.metadata.generation == 1
+    assert from_struct(first.resource.spec)["drainTimeout"] == "30s"
+    assert (await apply(plane, manifest(replicas=0))).result == pb.APPLY_RESULT_UNCHANGED
+    changed = await apply(plane, manifest(replicas=0, aliases=["small"]))
+    assert changed.result == pb.APPLY_RESULT_CONFIGURED
+    assert changed.resource.metadata.generation == 2
+    assert changed.resource.metadata.uid == first.resource.metadata.uid
+    got = await plane.stub.Get(pb.GetRequest(kind="ModelService", name="smol"))
+    assert from_struct(got.resource.spec)["aliases"] == ["small"]
+
+
+async def test_validation_alone_changes_nothing(plane: ControlPlane) -> None:
+    assert (await apply(plane, manifest(), validate_only=True)).result == pb.APPLY_RESULT_CREATED
+    failure = await refused(plane.stub.Get(pb.GetRequest(kind="ModelService", name="smol")))
+    assert failure.code == "NOT_FOUND"
+
+
+async def test_a_wrong_manifest_is_refused_with_every_field(plane: ControlPlane) -> None:
+    resource = manifest(replicaz=2, drainTimeout="soon")
+    resource.metadata.name = "Smol"
+    failure = await refused(plane.stub.Apply(pb.ApplyRequest(resource=resource)))
+    assert failure.code == "INVALID_MANIFEST"
+    assert {violation.field for violation in failure.fields} == {
+        "metadata.name",
+        "spec.replicaz",
+        "spec.drainTimeout",
+    }
+
+
+async def test_a_served_name_belongs_to_one_service(plane: ControlPlane) -> None:
+    await apply(plane, manifest("one", replicas=0, aliases=["shared"]))
+    failure = await refused(plane.stub.Apply(pb.ApplyRequest(resource=manifest("two", model="shared"))))
+    assert failure.code == "INVALID_MANIFEST"
+    assert [violation.field for violation in failure.fields] == ["spec.model"]
+
+
+async def test_a_stale_resource_version_is_a_conflict(plane: ControlPlane) -> None:
+    await apply(plane, manifest(replicas=0))
+    stale = manifest(replicas=1)
+    stale.metadata.resource_version = "1"
+    failure = await refused(plane.stub.Apply(pb.ApplyRequest(resource=stale)))
+    assert failure.code == "CONFLICT"
+
+
+async def test_pages_are_by_name_and_complete(plane: ControlPlane) -> None:
+    for name in ("c", "a", "b"):
+        await apply(plane, manifest(name, replicas=0))
+    page = await plane.stub.List(pb.ListRequest(kind="ModelService", page_size=2))
+    assert [resource.metadata.name for resource in page.resources] == ["a", "b"]
+    rest = await plane.stub.List(pb.ListRequest(kind="ModelService", page_size=2, page_token=page.next_page_token))
+    assert [resource.metadata.name for resource in rest.resources] == ["c"]
+    assert rest.next_page_token == ""
+
+
+async def test_an_unknown_kind_and_an_unknown_name_are_refused(plane: ControlPlane) -> None:
+    assert (await refused(plane.stub.List(pb.ListRequest(kind="Pod")))).code == "INVALID_ARGUMENT"
+    assert (await refused(plane.stub.Delete(pb.DeleteRequest(kind="ModelService", name="x")))).code == "NOT_FOUND"
+
+
+async def test_a_watch_sees_what_is_there_then_each_change(plane: ControlPlane) -> None:
+    await apply(plane, manifest(replicas=0))
+    call = plane.stub.Watch(pb.WatchRequest(kind="ModelService"))
+    types = []
+    while pb.WATCH_EVENT_TYPE_SYNCED not in types:
+        types.append((await call.read()).type)
+    assert types == [pb.WATCH_EVENT_TYPE_APPLIED, pb.WATCH_EVENT_TYPE_SYNCED]
+    await plane.stub.Delete(pb.DeleteRequest(kind="ModelService", name="smol"))
+    while (event := await call.read()).type != pb.WATCH_EVENT_TYPE_DELETED:
+        assert event.type == pb.WATCH_EVENT_TYPE_APPLIED
+    assert event.resource.metadata.name == "smol"
+
+
+# Registration and cluster state.
+
+
+async def test_a_ready_worker_reaches_routers_and_the_status(plane: ControlPlane) -> None:
+    cluster = ClusterReader(plane.stub)
+    async with ScriptedAgent(plane.stub) as agent:
+        assert agent.welcome.cluster == "test"
+        assert agent.welcome.hash_seed == plane.controller.hash_seed
+        await apply(plane, manifest(replicas=1, aliases=["small"], engine={"name": "sim", "arguments": {"blocks": 8}}))
+        await agent.until(lambda: agent.assignment.workers)
+        [spec] = agent.assignment.workers
+        assert agent.assignment.fence == plane.controller.fence
+        assert spec.worker_uid.startswith("smol-")
+        assert from_struct(spec.engine_arguments) == {"blocks": 8}
+        agent.make_ready(spec, incarnation=100)
+        await agent.beat()
+        state = await cluster.until(lambda state: state.workers)
+        [worker] = state.workers
+        assert (worker.incarnation, worker.target.address, worker.draining) == (100, "127.0.0.1:100", False)
+        [model] = state.models
+        assert (model.name, list(model.aliases)) == ("smol", ["small"])
+        assert (model.pools[0].tokenizer_digest, model.pools[0].hash_unit_tokens) == ("aa", 16)
+        status = await until_status(plane, "smol", lambda status: ready_condition(status) == "True")
+        assert status["replicas"] == {"desired": 1, "active": 1, "ready": 1, "updated": 1, "draining": 0}
+        versions = [(state.version.store_epoch, state.version.revision) for state in cluster.states]
+        assert versions == sorted(set(versions))
+
+
+async def test_a_worker_with_another_tokenizer_is_refused_with_the_reason(plane: ControlPlane) -> None:
+    async with ScriptedAgent(plane.stub) as agent:
+        await apply(plane, manifest(replicas=2))
+        await agent.until(lambda: len(agent.assignment.workers) == 2)
+        first, second = agent.assignment.workers
+        agent.make_ready(first, incarnation=100)
+        await agent.beat()
+        await agent.until(lambda: first.worker_uid in agent.verdicts)
+        agent.make_ready(second, incarnation=200, tokenizer_digest="bb")
+        await agent.beat()
+        await agent.until(lambda: second.worker_uid in agent.verdicts)
+        assert agent.verdicts[first.worker_uid].refused_reason == ""
+        assert "tokenizer" in agent.verdicts[second.worker_uid].refused_reason
+        [node] = (await plane.stub.ListNodes(pb.ListNodesRequest())).nodes
+        [shown] = [worker for worker in node.workers if worker.spec.worker_uid == second.worker_uid]
+        assert shown.phase == WORKER_PHASE_REFUSED
+        assert "tokenizer" in shown.message
+        status = await until_status(plane, "smol", lambda status: second.worker_uid in status["message"])
+        assert ready_condition(status) == "False"
+        assert [worker.target.worker_uid for worker in plane.controller.cluster_state.workers] == [first.worker_uid]
+
+
+async def test_a_death_withdraws_the_worker_and_is_repeated_to_routers(plane: ControlPlane) -> None:
+    cluster = ClusterReader(plane.stub)
+    async with ScriptedAgent(plane.stub) as agent:
+        await apply(plane, manifest())
+        await agent.until(lambda: agent.assignment.workers)
+        [spec] = agent.assignment.workers
+        agent.make_ready(spec, incarnation=100)
+        await agent.beat()
+        await cluster.until(lambda state: state.workers)
+        status = agent.workers[spec.worker_uid]
+        status.phase = WORKER_PHASE_BACKING_OFF
+        status.dead_incarnation = 100
+        status.ClearField("description")
+        await agent.beat()
+        state = await cluster.until(lambda state: not state.workers)
+        assert [(dead.worker_uid, dead.incarnation) for dead in state.dead_incarnations] == [(spec.worker_uid, 100)]
+        agent.make_ready(spec, incarnation=101)
+        await agent.beat()
+        state = await cluster.until(lambda state: state.workers)
+        assert state.workers[0].incarnation == 101
+
+
+async def test_scaling_down_and_deletion_drain_before_they_remove(plane: ControlPlane) -> None:
+    cluster = ClusterReader(plane.stub)
+    async with ScriptedAgent(plane.stub) as agent:
+        await apply(plane, manifest(replicas=2))
+        await agent.until(lambda: len(agent.assignment.workers) == 2)
+        for number, spec in enumerate(agent.assignment.workers):
+            agent.make_ready(spec, incarnation=100 + number)
+        await agent.beat()
+        await cluster.until(lambda state: len(state.workers) == 2)
+        await apply(plane, manifest(replicas=1))
+        state = await cluster.until(lambda state: any(worker.draining for worker in state.workers))
+        [draining] = [worker.target.worker_uid for worker in state.workers if worker.draining]
+        assert draining.endswith("-1")
+        await agent.until(lambda: len(agent.assignment.workers) == 1)
+        del agent.workers[draining]
+        await agent.beat()
+        await cluster.until(lambda state: len(state.workers) == 1)
+        await plane.stub.Delete(pb.DeleteRequest(kind="ModelService", name="smol"))
+        await agent.until(lambda: not agent.assignment.workers)
+        state = await cluster.until(lambda state: state.models and state.models[0].deleting)
+        assert state.workers[0].draining
+        agent.workers.clear()
+        await agent.beat()
+        await cluster.until(lambda state: not state.models and not state.workers)
+
+
+async def test_a_rollout_serves_throughout(plane: ControlPlane) -> None:
+    async with ScriptedAgent(plane.stub) as agent:
+        await apply(plane, manifest(replicas=1))
+        await agent.until(lambda: agent.assignment.workers)
+        [old] = agent.assignment.workers
+        agent.make_ready(old, incarnation=100)
+        await agent.beat()
+        await agent.until(lambda: old.worker_uid in agent.verdicts)
+        await apply(plane, manifest(replicas=1, engine={"name": "sim", "arguments": {"blocks": 8}}))
+        await agent.until(lambda: len(agent.assignment.workers) == 2)
+        [new] = [spec for spec in agent.assignment.workers if spec.worker_uid != old.worker_uid]
+        assert new.pool_revision != old.pool_revision
+        agent.make_ready(new, incarnation=200)
+        await agent.beat()
+        await agent.until(lambda: len(agent.assignment.workers) == 1)
+        assert agent.assignment.workers[0] == new
+
+
+async def test_replicas_of_a_silent_node_move_after_its_lease_and_the_patience(tmp_path: Path) -> None:
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        control_plane(tmp_path / "s", lease_seconds=0.5, replace_after_seconds=0.2) as plane,
+    ):
+        async with ScriptedAgent(plane.stub, uid="node-a") as first:
+            await apply(plane, manifest())
+            await first.until(lambda: first.assignment.workers)
+        async with ScriptedAgent(plane.stub, uid="node-b") as second, asyncio.TaskGroup() as group:
+
+            async def beat() -> None:
+                while True:
+                    await second.beat()
+                    await asyncio.sleep(0.05)
+
+            beating = group.create_task(beat())
+            await second.until(lambda: second.assignment.workers)
+            beating.cancel()
+        assert second.assignment.workers[0].worker_uid != first.assignment.workers[0].worker_uid
+        # Should the silent node come back, it is told to end what was replaced.
+        async with ScriptedAgent(plane.stub, uid="node-a") as back:
+            await back.until(lambda: back.assignment.assignment_number)
+            assert not back.assignment.workers
+
+
+async def test_a_restarted_controller_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        async with control_plane(tmp_path / "s") as plane, ScriptedAgent(plane.stub) as agent:
+            await apply(plane, manifest())
+            await agent.until(lambda: agent.assignment.workers)
+            [spec] = agent.assignment.workers
+            agent.make_ready(spec, incarnation=100)
+            await agent.beat()
+            before = await ClusterReader(plane.stub).until(lambda state: state.workers)
+            fence = plane.controller.fence
+        async with control_plane(tmp_path / "s") as plane:
+            # Nothing is published that would tell routers of fewer workers, before any agent has come back.
+            assert plane.controller.cluster_state == before
+            assert plane.controller.fence > fence
+            reader = plane.stub.WatchCluster(pb.WatchClusterRequest(known_version=before.version))
+            assert not (await reader.read()).HasField("state")
+            again = ScriptedAgent(plane.stub)
+            again.workers = agent.workers
+            async with again:
+                await again.until(lambda: again.assignment.workers)
+                assert list(again.assignment.workers) == [spec]
+                assert again.assignment.fence == plane.controller.fence
+            assert plane.controller.cluster_state == before
+
+
+async def test_a_session_begins_with_hello(plane: ControlPlane) -> None:
+    call = plane.stub.Register()
+    await call.write(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
+    assert (await refused(call.read())).code == "INVALID_ARGUMENT"

@@ -1,0 +1,76 @@
+"""Manifests: defaults, and refusals that name each wrong field."""
+
+import pytest
+
+from kvist.errors import InvalidRequestError
+from kvist_controller.resources import check_identity, parse_model_service
+
+
+def refused(spec: dict) -> dict[str, str]:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_model_service(spec, name="smol")
+    assert caught.value.code == "INVALID_MANIFEST"
+    return {violation.field: violation.description for violation in caught.value.fields}
+
+
+def test_a_small_manifest_gets_all_defaults() -> None:
+    spec = parse_model_service({"engine": {"name": "sim"}}, name="smol")
+    assert spec.to_plain() == {
+        "model": "smol",
+        "engine": {"name": "sim", "arguments": {}},
+        "replicas": 1,
+        "aliases": [],
+        "role": "aggregate",
+        "drainTimeout": "30s",
+        "startupTimeout": "600s",
+    }
+
+
+def test_the_plain_form_is_read_back_as_the_same_specification() -> None:
+    spec = parse_model_service(
+        {"engine": {"name": "sim", "arguments": {"blocks": 8}}, "drainTimeout": "1.5s", "hashUnitTokens": 16},
+        name="smol",
+    )
+    assert parse_model_service(spec.to_plain(), name="other") == spec
+
+
+def test_every_wrong_field_is_named_and_near_misses_get_a_suggestion() -> None:
+    violations = refused(
+        {"engine": {"name": "lamacpp", "argumens": {}}, "replicas": -1, "drain_timeout": "5s", "aliases": ["a b"]}
+    )
+    assert violations.keys() == {
+        "spec.engine.name",
+        "spec.engine.argumens",
+        "spec.replicas",
+        "spec.drain_timeout",
+        "spec.aliases[0]",
+    }
+    assert "did you mean 'llamacpp'?" in violations["spec.engine.name"]
+    assert "did you mean 'arguments'?" in violations["spec.engine.argumens"]
+    assert "did you mean 'drainTimeout'?" in violations["spec.drain_timeout"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({}, "spec.engine"),
+        ({"engine": "sim"}, "spec.engine"),
+        ({"engine": {"name": "sim"}, "replicas": 1.5}, "spec.replicas"),
+        ({"engine": {"name": "sim"}, "replicas": 100_000}, "spec.replicas"),
+        ({"engine": {"name": "sim"}, "drainTimeout": "soon"}, "spec.drainTimeout"),
+        ({"engine": {"name": "sim"}, "drainTimeout": True}, "spec.drainTimeout"),
+        ({"engine": {"name": "sim"}, "startupTimeout": "0s"}, "spec.startupTimeout"),
+        ({"engine": {"name": "sim"}, "role": "prefill"}, "spec.role"),
+        ({"engine": {"name": "sim"}, "tokenizerDigest": "abc"}, "spec.tokenizerDigest"),
+        ({"engine": {"name": "sim"}, "model": "a", "aliases": ["a"]}, "spec"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_path(spec: dict, field: str) -> None:
+    assert refused(spec).keys() == {field}
+
+
+def test_identity_is_checked() -> None:
+    violations = check_identity(api_version="v1", kind="Modelservice", name="Smol_2")
+    assert [violation.field for violation in violations] == ["apiVersion", "kind", "metadata.name"]
+    assert "did you mean 'ModelService'?" in violations[1].description
+    assert check_identity(api_version="kvist.dev/v1alpha1", kind="ModelService", name="smol-2") == []

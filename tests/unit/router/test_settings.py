@@ -1,0 +1,41 @@
+"""Settings of the router: where it learns the cluster from, and where it may listen."""
+
+import pytest
+
+from kvist.settings import SettingsError, load
+from kvist_router.app import core_settings
+from kvist_router.settings import RouterSettings
+
+
+def read(**flags: object) -> RouterSettings:
+    return load(RouterSettings, environment={}, flags=flags).settings
+
+
+def test_the_core_gets_what_was_set() -> None:
+    settings = read(
+        **{"controllers": "a:1,b:2", "bus.urls": "nats://x:1,nats://y:2", "default_deadline_seconds": "2.5"}
+    )
+    assert settings.controllers == ("a:1", "b:2")
+    core = core_settings(settings)
+    assert core["nats_url"] == "nats://x:1,nats://y:2"
+    assert core["default_deadline_ms"] == 2500
+    assert "api_keys_file" not in core
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"controllers": "a:1", "cluster_state_file": "x.json"},
+        {"controllers": "a:1", "http_listen": "0.0.0.0:80"},
+        {"controllers": "a:1", "grpc_listen": "nowhere"},
+        {"controllers": "a:1", "name": "no spaces"},
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: dict) -> None:
+    with pytest.raises(SettingsError):
+        read(**flags)
+
+
+def test_off_loopback_needs_a_word() -> None:
+    assert read(controllers="a:1", http_listen="0.0.0.0:80", insecure="true").insecure
