@@ -11,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+
 from kvist.router.v1 import router_pb2, router_pb2_grpc
 from support.embedded import EmbeddedCluster, eventually
 

@@ -1,21 +1,40 @@
-"""Finds the router of the embedded cluster and talks to it."""
+"""Finds the processes of the embedded cluster, talks to them, and turns failures into an end with a hint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import grpc
 import typer
+from grpc_status import rpc_status
 
+from kvist import errors
+from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.embedded.layout import ClusterRecord, Layout
-from kvist.router.v1 import router_pb2_grpc
+from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceStub
+from kvist.router.v1.router_pb2_grpc import RouterServiceStub
 
+EXIT_OTHER = 1
 EXIT_USAGE = 2
 EXIT_NOT_FOUND = 4
 EXIT_NETWORK = 5
+EXIT_AUTHENTICATION = 6
 EXIT_SERVER = 8
 CALL_TIME_LIMIT_SECONDS = 30.0
+# Larger than any answer to a command: a server's limit is the one that counts.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_EXIT_BY_STATUS = {
+    "INVALID_ARGUMENT": EXIT_USAGE,
+    "NOT_FOUND": EXIT_NOT_FOUND,
+    "UNAUTHENTICATED": EXIT_AUTHENTICATION,
+    "PERMISSION_DENIED": EXIT_AUTHENTICATION,
+}
+
+RouterEndpoint = Annotated[str | None, typer.Option("--endpoint", help="host:port of a router")]
+ControllerEndpoint = Annotated[str | None, typer.Option("--controller", help="host:port of a controller")]
 
 
 def fail(what: str, hint: str, code: int) -> typer.Exit:
@@ -30,20 +49,71 @@ def running_record() -> ClusterRecord:
     """The record of the running cluster; ends the command when there is none."""
     record = ClusterRecord.read(Layout.default())
     if record is None or not record.is_supervised():
-        raise fail("no embedded cluster runs here", "start one with `kvist up`", EXIT_NETWORK)
+        raise fail(
+            "no embedded cluster runs here", "start one with `kvist up`, or name a server with --endpoint", EXIT_NETWORK
+        )
     return record
 
 
+def address_of(process: str, endpoint: str | None) -> str:
+    """`endpoint`, or where the embedded cluster's process listens."""
+    if endpoint:
+        return endpoint
+    record = running_record()
+    address = record.addresses.get(process)
+    if not address:
+        raise fail(f"the {process} has not started yet", "look at `kvist status`", EXIT_NETWORK)
+    return address
+
+
 @contextmanager
-def router_stub(endpoint: str | None) -> Iterator[router_pb2_grpc.RouterServiceStub]:
-    """A stub of the router at `endpoint`, or of the embedded cluster's. Call errors end the command with a hint."""
-    address = endpoint or running_record().addresses.get("router", "")
-    with grpc.insecure_channel(address) as channel:
+def connection(address: str) -> Iterator[grpc.Channel]:
+    """A channel whose failed calls end the command with what happened, why, and what to do."""
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    with grpc.insecure_channel(address, options=options) as channel:
         try:
-            yield router_pb2_grpc.RouterServiceStub(channel)
-        except grpc.RpcError as error:
-            code = error.code()
-            if code is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or ""):
-                raise fail(f"no router answers at {address}", "look at `kvist status`", EXIT_NETWORK) from error
-            exit_code = EXIT_NOT_FOUND if code is grpc.StatusCode.NOT_FOUND else EXIT_SERVER
-            raise fail(f"{error.details()} ({code.name})", "", exit_code) from error
+            yield channel
+        except grpc.RpcError as failure:
+            raise end_of_call(failure, address) from failure
+
+
+def end_of_call(failure: grpc.RpcError, address: str) -> typer.Exit:
+    """The end of a command whose call has failed."""
+    code: grpc.StatusCode = failure.code()
+    details = str(failure.details() or "")
+    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+        return fail(f"nobody answers at {address}", "look at `kvist status` and `kvist doctor`", EXIT_NETWORK)
+    error = None
+    try:
+        status = rpc_status.from_call(failure)
+        error = errors.from_status(status) if status is not None else None
+    except ValueError:
+        # The details contradict the status: a proxy in between has replaced it.
+        error = None
+    if error is None:
+        return fail(f"{code.name}: {details}", "", _EXIT_BY_STATUS.get(code.name, EXIT_SERVER))
+    lines = [f"{violation.field}: {violation.description}" for violation in error.fields] or [error.message]
+    typer.echo("\n".join(f"kvist: {line}" for line in lines), err=True)
+    typer.echo(f"hint: {error.code} is explained in docs/errors/{error.code}.md", err=True)
+    return typer.Exit(_EXIT_BY_STATUS.get(error.entry.grpc, EXIT_SERVER))
+
+
+@contextmanager
+def router_stub(endpoint: str | None) -> Iterator[RouterServiceStub]:
+    """A stub of the router at `endpoint`, or of the embedded cluster's."""
+    with connection(address_of("router", endpoint)) as channel:
+        yield RouterServiceStub(channel)
+
+
+@contextmanager
+def controller_stub(endpoint: str | None) -> Iterator[ControllerServiceStub]:
+    """A stub of the controller at `endpoint`, or of the embedded cluster's."""
+    with connection(address_of("controller", endpoint)) as channel:
+        yield ControllerServiceStub(channel)
+
+
+@contextmanager
+def kvmaster_stub(endpoint: str | None) -> Iterator[KvMasterServiceStub]:
+    """A stub of the KV master at `endpoint`, or of the embedded cluster's."""
+    with connection(address_of("kvmaster", endpoint)) as channel:
+        yield KvMasterServiceStub(channel)

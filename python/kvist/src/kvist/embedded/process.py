@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,18 @@ class ChildSpec:
 
     Attributes:
         name: Name of the process, and of its log file.
-        command: Program and arguments.
+        command: Program and arguments, given what the child announced at its first start: empty then, and afterwards
+            used to listen at the same addresses again.
         log_path: Where its output goes.
-        ready_path: File that the child writes when it listens, holding a JSON object of addresses.
-        environment: Further variables.
+        ready_path: File that the child of a process id writes when it listens, holding a JSON object.
         start_time_limit_seconds: How long it may take to become ready.
         stop_time_limit_seconds: How long it may take to end after SIGTERM.
     """
 
     name: str
-    command: tuple[str, ...]
+    command: Callable[[Mapping[str, Any]], Sequence[str]]
     log_path: Path
-    ready_path: Path
-    environment: dict[str, str]
+    ready_path: Callable[[int], Path]
     start_time_limit_seconds: float = 30.0
     stop_time_limit_seconds: float = 15.0
 
@@ -56,10 +55,10 @@ class ChildFailedError(Exception):
 class Child:
     """A running child; restarted when it dies until `stop` is called."""
 
-    def __init__(self, spec: ChildSpec, *, on_change: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, spec: ChildSpec, *, on_change: Callable[[], None]) -> None:
         self.spec = spec
         self.restarts = 0
-        self.addresses: dict[str, Any] = {}
+        self.announced: dict[str, Any] = {}
         self._on_change = on_change
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
@@ -75,28 +74,27 @@ class Child:
         Raises:
             ChildFailedError: It ended or stayed silent.
         """
-        self.spec.ready_path.unlink(missing_ok=True)
         log = self.spec.log_path.open("ab")
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *self.spec.command(self.announced),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.spec.environment},
                 # A group of its own: Ctrl-C at the terminal reaches the supervisor alone, which ends the rest in order.
                 start_new_session=True,
             )
         finally:
             log.close()
         deadline = asyncio.get_running_loop().time() + self.spec.start_time_limit_seconds
-        while not self.spec.ready_path.exists():
+        ready_path = self.spec.ready_path(self._process.pid)
+        while (announced := read_announcement(ready_path, self._process.pid)) is None:
             if self._process.returncode is not None:
                 raise self._failure(f"ended with exit code {self._process.returncode} while starting")
             if asyncio.get_running_loop().time() > deadline:
                 raise self._failure(f"was not ready after {self.spec.start_time_limit_seconds:.0f} s")
             await asyncio.sleep(READY_POLL_SECONDS)
-        self.addresses = json.loads(self.spec.ready_path.read_text())
+        self.announced = announced
 
     async def keep_alive(self) -> None:
         """Restarts the child whenever it dies; returns after `stop`."""
@@ -107,7 +105,7 @@ class Child:
             await self._process.wait()
             if self._is_stopping():
                 return
-            await self._on_change()
+            self._on_change()
             if loop.time() - started > STEADY_SECONDS:
                 back_off_seconds = FIRST_BACK_OFF_SECONDS
             await asyncio.sleep(back_off_seconds)
@@ -119,7 +117,7 @@ class Child:
                 await self.start()
             except ChildFailedError:
                 self._signal(signal.SIGKILL)
-            await self._on_change()
+            self._on_change()
 
     async def stop(self) -> None:
         """Asks the child to end, and ends its group when it does not in time."""
@@ -147,6 +145,15 @@ class Child:
 
     def _failure(self, reason: str) -> ChildFailedError:
         return ChildFailedError(self.spec.name, reason, tail(self.spec.log_path), self.spec.log_path)
+
+
+def read_announcement(path: Path, process_id: int) -> dict[str, Any] | None:
+    """What a process has announced; none before it did, while it writes, or when an earlier process wrote the file."""
+    try:
+        announced: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return announced if announced.get("process_id", process_id) == process_id else None
 
 
 def tail(path: Path) -> str:

@@ -1,0 +1,75 @@
+"""`kvist route`: where requests go, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from google.protobuf import json_format
+
+from kvist.cli.connection import CALL_TIME_LIMIT_SECONDS, EXIT_USAGE, RouterEndpoint, fail, router_stub
+from kvist.cli.generation import first_model
+from kvist.cli.output import AsJson, print_table
+from kvist.events.v1 import events_pb2
+from kvist.router.v1 import router_pb2
+
+app = typer.Typer(no_args_is_help=True, help="Where requests go, and why.")
+
+
+@app.callback()
+def group() -> None:
+    """Where requests go, and why."""
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str | None, typer.Argument(help="id of a recent request")] = None,
+    *,
+    prompt: Annotated[str | None, typer.Option(help="a chat message, for a dry run")] = None,
+    model: Annotated[str, typer.Option(help="of the dry run; by default the first that is served")] = "",
+    endpoint: RouterEndpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a request went where it went, or where a prompt would go."""
+    request = router_pb2.ExplainRequest()
+    with router_stub(endpoint) as router:
+        if request_id is not None:
+            request.request_id = request_id
+        elif prompt is not None:
+            request.dry_run.model = model or first_model(router)
+            request.dry_run.prompt.chat.messages.add(role="user", content=prompt)
+        else:
+            raise fail("neither a request nor a prompt was given", "give a request id, or --prompt TEXT", EXIT_USAGE)
+        response = router.Explain(request, timeout=CALL_TIME_LIMIT_SECONDS)
+    if as_json:
+        typer.echo(json_format.MessageToJson(response, preserving_proto_field_name=True))
+        return
+    for decision in response.decisions:
+        print_decision(decision)
+
+
+def print_decision(decision: events_pb2.DecisionRecord) -> None:
+    """One decision: what was asked, all candidates, and what came of it."""
+    typer.echo(
+        f"{decision.model}: {decision.prompt_tokens} prompt tokens, {decision.prompt_blocks} usable blocks of "
+        f"{decision.block_size_tokens}; policy {decision.policy}, attempt {decision.attempt}"
+    )
+    rows = []
+    for position, candidate in enumerate(decision.candidates):
+        is_chosen = decision.HasField("chosen_candidate") and decision.chosen_candidate == position
+        rows.append(
+            (
+                "→" if is_chosen else "",
+                candidate.worker_uid,
+                events_pb2.SourceState.Name(candidate.source_state).removeprefix("SOURCE_STATE_"),
+                str(max((match.blocks for match in candidate.matches), default=0)),
+                str(candidate.uncached_tokens),
+                str(candidate.promised_tokens),
+                f"{candidate.cost:.0f}",
+                candidate.filtered_reason,
+            )
+        )
+    print_table(("", "worker", "source", "matched blocks", "uncached", "promised", "cost", "left out"), rows)
+    if decision.outcome:
+        receipt = decision.receipt
+        typer.echo(f"outcome {decision.outcome}: {receipt.cached_tokens} of {receipt.prompt_tokens} tokens cached")

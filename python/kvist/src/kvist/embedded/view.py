@@ -1,0 +1,111 @@
+"""An embedded cluster as people see it: processes, workers, and lines to copy."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvist.agent.v1.agent_pb2 import WorkerPhase
+from kvist.embedded.layout import ClusterRecord
+from kvist.embedded.observe import Observation
+from kvist.events.v1.events_pb2 import SourceState
+from kvist.router.v1.router_pb2 import SourceStatus, TargetStatus
+
+_PHASE_STYLES = {"ready": "green", "starting": "yellow", "stopping": "yellow", "failed": "red"}
+_WORKER_STYLES = {"READY": "green", "REFUSED": "red", "BACKING_OFF": "red"}
+
+
+def phase_name(phase: WorkerPhase.ValueType) -> str:
+    """`READY` and so on."""
+    return WorkerPhase.Name(phase).removeprefix("WORKER_PHASE_")
+
+
+def state_name(state: SourceState.ValueType) -> str:
+    """`EXACT` and so on."""
+    return SourceState.Name(state).removeprefix("SOURCE_STATE_")
+
+
+def lines_to_copy(record: ClusterRecord, model: str) -> list[tuple[str, str]]:
+    """What a newcomer may try: a name and a line for the shell each."""
+    http, router = record.addresses["http"], record.addresses["router"]
+    question = "Tell me, what is the capital of France?"
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}], "max_tokens": 32}}'
+    request = f'{{"model": "{model}", "prompt": {{"text": "Hello"}}, "stop": {{"max_tokens": 16}}}}'
+    python = (
+        f"from openai import OpenAI; print(OpenAI(base_url='http://{http}/v1', api_key='none')"
+        f".chat.completions.create(model='{model}', messages=[{{'role': 'user', 'content': '{question}'}}])"
+        ".choices[0].message.content)"
+    )
+    return [
+        ("curl", f"curl http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"),
+        ("openai", f'.venv/bin/python -c "{python}"'),
+        ("grpcurl", f"grpcurl -plaintext -d '{request}' {router} kvist.router.v1.RouterService/Generate"),
+        ("kvist", f"./task kvist -- chat '{question}'"),
+    ]
+
+
+def processes_table(record: ClusterRecord) -> Table:
+    """One row for each process that the supervisor started."""
+    table = Table("process", "id", "restarts", "listens at", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, process_id in record.process_ids.items():
+        address = record.addresses.get(name, "")
+        if name == "router":
+            address = f"http://{record.addresses.get('http', '')}  grpc {address}"
+        table.add_row(name, str(process_id) if process_id else "restarting", str(record.restarts.get(name, 0)), address)
+    return table
+
+
+def workers_table(seen: Observation) -> Table:
+    """One row for each worker: what its agent, the router and the index say of it."""
+    table = Table(
+        "worker",
+        "model",
+        "engine",
+        "phase",
+        "id",
+        "restarts",
+        "running",
+        "waiting",
+        "index",
+        "blocks",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    targets: dict[str, TargetStatus] = {target.target.worker_uid: target for target in seen.targets}
+    sources: dict[str, SourceStatus] = {source.source.worker_uid: source for source in seen.sources}
+    for worker in seen.workers:
+        uid = worker.spec.worker_uid
+        target, source = targets.get(uid), sources.get(uid)
+        phase = phase_name(worker.phase)
+        table.add_row(
+            uid,
+            worker.spec.model,
+            worker.spec.engine,
+            Text(phase, style=_WORKER_STYLES.get(phase, "yellow")),
+            str(worker.process_id or ""),
+            str(worker.restarts),
+            str(target.load.running_requests) if target else "",
+            str(target.load.waiting_requests) if target else "",
+            state_name(source.state) if source else "",
+            str(sum(tier.block_count for tier in source.tiers)) if source else "",
+        )
+    return table
+
+
+def render(record: ClusterRecord, seen: Observation, *, model: str) -> RenderableType:
+    """The whole view."""
+    heading = Text.assemble(
+        ("kvist", "bold"), "  ", (record.phase, _PHASE_STYLES.get(record.phase, "")), f"  {record.message}"
+    )
+    parts: list[RenderableType] = [heading, processes_table(record), workers_table(seen)]
+    if seen.silent:
+        parts.append(Text(f"no answer from: {', '.join(seen.silent)}", style="yellow"))
+    if record.phase == "ready":
+        lines = Table(box=None, show_header=False, pad_edge=False)
+        for name, line in lines_to_copy(record, model):
+            # Text, so that nothing in a line is taken for markup.
+            lines.add_row(Text(name, style="bold"), Text(line, overflow="fold"))
+        parts += [lines, Text("\nCtrl-C stops all of it.", style="dim")]
+    return Group(*parts)
