@@ -17,6 +17,7 @@ import grpc
 import openai
 
 from kvist.events.v1 import events_pb2
+from kvist.kvmaster.v1 import kvmaster_pb2, kvmaster_pb2_grpc
 from kvist.router.v1 import router_pb2, router_pb2_grpc
 
 LIMIT_SECONDS = 60.0
@@ -139,6 +140,13 @@ class EmbeddedCluster:
 
     def reservations(self) -> int:
         return sum(target.reservations for target in self.targets().values())
+
+    def known_incarnations(self) -> set[int]:
+        """Starts of engines of which the router's or the KV master's index holds anything."""
+        with self.router() as router, grpc.insecure_channel(self.address("kvmaster")) as channel:
+            in_router = router.ListSources(router_pb2.ListSourcesRequest(), timeout=10).sources
+            stats = kvmaster_pb2_grpc.KvMasterServiceStub(channel).Stats(kvmaster_pb2.StatsRequest(), timeout=10)
+        return {source.source.incarnation for source in (*in_router, *stats.sources)}
 
     def decision(self, request_id: str) -> events_pb2.DecisionRecord:
         """The last decision of a request. Records are finished a moment after the answer."""

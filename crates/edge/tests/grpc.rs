@@ -105,6 +105,32 @@ async fn a_worker_that_is_not_what_the_state_says_is_left_out_loudly() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_a_state_leaves_out_for_a_moment_keeps_its_requests() {
+    let worker = TestWorker::start(0, Script::Hold("begun")).await;
+    let router = router(settings(), &[&worker]).await;
+    let mut client = RouterServiceClient::new(channel(&router).await);
+    let mut messages = limited(client.generate(request("x", ""))).await.unwrap().into_inner();
+    let mut answer = String::new();
+    let mut has_ended = false;
+    for (revision, workers) in [(2, &[][..]), (3, &[&worker][..])] {
+        assert!(router.apply_cluster_state(&cluster_state(revision, workers)).unwrap());
+    }
+    // At once: there is nothing to connect to again.
+    assert_eq!(1, router.status().ready_targets);
+    while let Some(message) = limited(messages.message()).await.unwrap() {
+        match message.event.unwrap() {
+            Event::Delta(delta) => {
+                answer.push_str(&delta.text);
+                worker.engine.release(", ended");
+            }
+            Event::Finished(_) => has_ended = true,
+        }
+    }
+    assert_eq!(("begun, ended", true), (answer.as_str(), has_ended));
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_comes_with_its_end_and_can_be_explained() {
     let worker = TestWorker::start(0, Script::Answer("Hällo")).await;
     let router = router(settings(), &[&worker]).await;

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    sync::Arc,
+    sync::{Arc, Weak},
 };
 
 use kvist_blocks::{HashSeed, Incarnation, WorkerUid};
@@ -10,6 +10,7 @@ use kvist_errors::{Code, KvistError};
 use kvist_link::{LinkSettings, WorkerLink};
 use kvist_proto::controller::v1::{ClusterState, Model, WorkerEntry};
 use kvist_text::ModelText;
+use parking_lot::Mutex;
 use prost::Message as _;
 
 use crate::{
@@ -140,9 +141,23 @@ pub(crate) struct Connector {
     pub(crate) link_settings: LinkSettings,
     pub(crate) texts: Arc<TextCache>,
     pub(crate) pool: Arc<TextPool>,
+    /// Workers that a state has left out while requests ran on them. One that comes back meanwhile is the same
+    /// connection: a worker ends a router's older connection when that router connects again.
+    withdrawn: Mutex<HashMap<WorkerUid, Withdrawn>>,
+}
+
+struct Withdrawn {
+    entry: WorkerEntry,
+    hash_seed: u64,
+    /// Held by the requests alone.
+    connection: Weak<WorkerConnection>,
 }
 
 impl Connector {
+    pub(crate) fn new(link_settings: LinkSettings, texts: Arc<TextCache>, pool: Arc<TextPool>) -> Self {
+        Self { link_settings, texts, pool, withdrawn: Mutex::default() }
+    }
+
     /// The view of a state. Connections of workers that stayed (UID, incarnation, address) are kept; workers of models
     /// that are not in the state are dropped. Called within a runtime.
     pub(crate) fn view(&self, state: ClusterState, old: &ClusterView) -> Result<ClusterView, KvistError> {
@@ -167,7 +182,7 @@ impl Connector {
                 continue;
             }
             let connection = if WorkerNode::is_linkable(&target) {
-                Some(match reusable(old, &uid, entry, state.hash_seed) {
+                Some(match self.reusable(old, &uid, entry, state.hash_seed) {
                     Some(connection) => connection,
                     None => {
                         let link = WorkerLink::connect(&target.address, self.link_settings.clone())?;
@@ -181,6 +196,7 @@ impl Connector {
             let node = WorkerNode { uid: uid.clone(), incarnation, entry: entry.clone(), target, connection };
             nodes.insert(uid, Arc::new(node));
         }
+        self.note_withdrawn(old, &nodes);
         let mut models = HashMap::new();
         let version = version_of(&state);
         for model in state.models {
@@ -192,17 +208,43 @@ impl Connector {
         }
         Ok(ClusterView { version, cluster: state.cluster, hash_seed: state.hash_seed, models, workers: nodes, dead })
     }
+
+    /// The connection of the same start of the same worker; none when anything that was checked over it has changed.
+    fn reusable(
+        &self,
+        old: &ClusterView,
+        uid: &WorkerUid,
+        entry: &WorkerEntry,
+        hash_seed: u64,
+    ) -> Option<Arc<WorkerConnection>> {
+        if let Some(node) = old.workers.get(uid) {
+            let is_same = old.hash_seed == hash_seed && is_same_start(&node.entry, entry);
+            return if is_same { node.connection.clone() } else { None };
+        }
+        let withdrawn = self.withdrawn.lock();
+        let known = withdrawn.get(uid)?;
+        let is_same = known.hash_seed == hash_seed && is_same_start(&known.entry, entry);
+        if is_same { known.connection.upgrade() } else { None }
+    }
+
+    fn note_withdrawn(&self, old: &ClusterView, nodes: &BTreeMap<WorkerUid, Arc<WorkerNode>>) {
+        let mut withdrawn = self.withdrawn.lock();
+        withdrawn.retain(|_, known| known.connection.strong_count() > 0);
+        for (uid, node) in &old.workers {
+            if let (false, Some(connection)) = (nodes.contains_key(uid), &node.connection) {
+                let connection = Arc::downgrade(connection);
+                let known = Withdrawn { entry: node.entry.clone(), hash_seed: old.hash_seed, connection };
+                withdrawn.insert(uid.clone(), known);
+            }
+        }
+    }
 }
 
-/// The connection of the same start of the same worker; none when anything that was checked over it has changed.
-fn reusable(old: &ClusterView, uid: &WorkerUid, entry: &WorkerEntry, hash_seed: u64) -> Option<Arc<WorkerConnection>> {
-    let node = old.workers.get(uid)?;
+fn is_same_start(known: &WorkerEntry, entry: &WorkerEntry) -> bool {
     let address = |entry: &WorkerEntry| entry.target.as_ref().map(|target| target.address.clone());
-    let same = old.hash_seed == hash_seed
-        && node.entry.incarnation == entry.incarnation
-        && address(&node.entry) == address(entry)
-        && node.entry.model == entry.model
-        && node.entry.block_size_tokens == entry.block_size_tokens
-        && node.entry.namespace == entry.namespace;
-    if same { node.connection.clone() } else { None }
+    known.incarnation == entry.incarnation
+        && address(known) == address(entry)
+        && known.model == entry.model
+        && known.block_size_tokens == entry.block_size_tokens
+        && known.namespace == entry.namespace
 }

@@ -128,7 +128,7 @@ impl RouterCore {
             view: ArcSwap::default(),
             has_state: false.into(),
             applying: Mutex::new(()),
-            connector: Connector { link_settings, texts: Arc::new(TextCache::default()), pool: Arc::clone(&pool) },
+            connector: Connector::new(link_settings, Arc::new(TextCache::default()), Arc::clone(&pool)),
             pool,
             feed: ArcSwapOption::from_pointee(feed),
             active: 0.into(),

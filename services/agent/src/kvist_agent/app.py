@@ -22,6 +22,9 @@ from kvist_agent.slot_files import SlotFolder, StateFolder
 from kvist_agent.slots import WorkerSlots
 from kvist_agent.worker_client import GrpcWorkerClient
 
+# A worker that is frozen holds up the agent's return by no more than this.
+ATTACH_TIME_LIMIT_SECONDS = 5.0
+
 SERVICE_NAME = DESCRIPTOR.services_by_name["AgentService"].full_name
 
 
@@ -74,6 +77,7 @@ async def main(process: Process[AgentSettings]) -> None:
         session = ControllerSession(
             Introduction(inventory, address=address, admin_address=admin.address), slots=slots, on_welcome=on_welcome
         )
+        await slots.attached(time_limit_seconds=ATTACH_TIME_LIMIT_SECONDS)
         process.announce(grpc_address=address, admin_address=admin.address, node_uid=node_uid)
         process.readiness.block("registration", "no controller has taken this node yet")
         process.readiness.clear("start")

@@ -104,6 +104,12 @@ class WorkerSlot:
         self._message = ""
         self._restart_at_unix_seconds: float | None = None
         self._dead_incarnation = 0
+        self._is_attaching = record.process is not None
+
+    @property
+    def is_attaching(self) -> bool:
+        """Whether it is not known yet how a worker of an earlier agent does."""
+        return self._is_attaching
 
     @property
     def worker_uid(self) -> str:
@@ -327,6 +333,7 @@ class WorkerSlot:
         self._restart_at_unix_seconds = None
 
     def _enter(self, phase: "WorkerPhase.ValueType", *, message: str) -> None:
+        self._is_attaching = False
         if phase != self._phase:
             self._phase_since_unix_seconds = time.time()
         self._phase = phase

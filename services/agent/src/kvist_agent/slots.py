@@ -1,6 +1,7 @@
 """All worker slots of the node: what is wanted of them, what they do, and who is told."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -61,6 +62,16 @@ class WorkerSlots:
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(kind, value, traceback)
+
+    async def attached(self, *, time_limit_seconds: float) -> None:
+        """Waits until it is known how the workers of an earlier agent do, or the time is over.
+
+        To say before that they are starting would take them away from routers for a moment.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(time_limit_seconds):
+                while any(slot.is_attaching for slot in self._slots.values()):
+                    await self.changes.after(self.changes.number)
 
     def statuses(self) -> list[WorkerStatus]:
         """What all slots do, by UID."""
