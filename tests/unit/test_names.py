@@ -5,7 +5,8 @@ from pathlib import Path
 
 from kvist import names
 
-RUST = Path(__file__).parents[2] / "crates" / "telemetry" / "src" / "names.rs"
+ROOT = Path(__file__).parents[2]
+RUST = ROOT / "crates" / "telemetry" / "src" / "names.rs"
 
 
 def of_python() -> dict[str, str]:
@@ -34,9 +35,22 @@ def test_names_are_unique_and_well_formed() -> None:
 
 
 def test_no_module_spells_a_metric_by_itself() -> None:
-    package = Path(names.__file__).parent
-    for path in sorted(package.rglob("*.py")):
+    packages = (Path(names.__file__).parent, *ROOT.glob("services/*/src"))
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
         if path.name == "names.py" or path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
             continue
-        spelled = re.findall(r'(?:Counter|Gauge|Histogram)\(\s*"(kvist_\w+)"', path.read_text())
+        spelled = re.findall(r'(?:Counter|Gauge|Histogram)(?:MetricFamily)?\(\s*"(kvist_\w+)"', path.read_text())
         assert not spelled, f"{path}: {spelled}"
+
+
+def test_no_crate_spells_a_metric_span_or_attribute_by_itself() -> None:
+    # Names of one word are labels, which are fields of structures.
+    values = {value for value in of_rust().values() if re.search(r"[._]", value)}
+    for path in sorted(ROOT.glob("crates/*/src/**/*.rs")):
+        if path == RUST:
+            continue
+        text = path.read_text()
+        spelled = {value for value in values if f'"{value}"' in text}
+        fields = re.findall(r"\b(?:kvist|gen_ai|http|rpc|url)\.[a-z_.]+ = ", text)
+        assert not spelled, f"{path}: {spelled}"
+        assert not fields, f"{path}: {fields}"

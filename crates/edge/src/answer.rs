@@ -12,6 +12,7 @@ use kvist_dialect::{AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_compl
 use kvist_errors::{Code, KvistError};
 use kvist_router::{Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext};
 use tokio::sync::Semaphore;
+use tracing::Span;
 
 use crate::{
     body::{EdgeBody, EventBody, finish_word, usage_numbers},
@@ -62,6 +63,7 @@ impl Answerer {
         headers: &HeaderMap,
         caller: Caller,
         body: Bytes,
+        span: Span,
     ) -> Result<Response<EdgeBody>, Refusal> {
         let arrived = Instant::now();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -71,6 +73,7 @@ impl Answerer {
         let context = RequestContext {
             request_id: text_of(headers, REQUEST_ID).to_owned(),
             deadline: read_timeout(text_of(headers, "x-request-timeout-ms")).map(|left| arrived + left),
+            span,
             traceparent: text_of(headers, "traceparent").to_owned(),
             tracestate: text_of(headers, "tracestate").to_owned(),
             caller: caller.name,

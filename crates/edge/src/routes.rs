@@ -3,20 +3,24 @@
 use std::{convert::Infallible, sync::Arc};
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use hyper::body::{Body as _, Incoming};
 use kvist_dialect::Endpoint;
 use kvist_errors::{Code, KvistError};
 use kvist_proto::router::v1::ModelSummary;
-use kvist_router::ApiKeys;
-use kvist_telemetry::ReadyFlag;
+use kvist_router::{ApiKeys, record_failure};
+use kvist_telemetry::{ReadyFlag, names};
 use serde::Serialize;
+use tracing::{Span, field::Empty};
 
 use crate::{
     answer::{Answerer, Refusal, json, refuse, text_of},
     body::EdgeBody,
 };
+
+const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
 
 /// Everything that a connection needs to answer.
 pub(crate) struct Routes {
@@ -73,10 +77,12 @@ impl Routes {
     async fn route(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Refusal> {
         let path = request.uri().path();
         match (request.method(), path) {
-            (&Method::POST, "/v1/chat/completions") => self.complete(Endpoint::ChatCompletions, request).await,
-            (&Method::POST, "/v1/completions") => self.complete(Endpoint::Completions, request).await,
+            (&Method::POST, CHAT_COMPLETIONS) => {
+                self.complete(Endpoint::ChatCompletions, CHAT_COMPLETIONS, request).await
+            }
+            (&Method::POST, COMPLETIONS) => self.complete(Endpoint::Completions, COMPLETIONS, request).await,
             (&Method::GET, "/v1/models") => {
-                self.check_key(&request)?;
+                self.check_key(request.headers())?;
                 let models = self.answerer.generate().models().await?;
                 let data = models.iter().map(ModelEntry::from).collect();
                 Ok(write(&ModelList { object: "list", data }))
@@ -88,7 +94,7 @@ impl Routes {
             (&Method::GET, "/livez") => Ok(text(StatusCode::OK, "ok\n".to_owned())),
             (&Method::GET, "/version") => Ok(write(&Version { version: env!("CARGO_PKG_VERSION") })),
             (&Method::GET, _) if path.starts_with("/v1/models/") => {
-                self.check_key(&request)?;
+                self.check_key(request.headers())?;
                 // Names may hold slashes, and clients escape them or not.
                 let name = unescape(path.trim_start_matches("/v1/models/"));
                 let models = self.answerer.generate().models().await?;
@@ -101,16 +107,52 @@ impl Routes {
         }
     }
 
-    fn check_key(&self, request: &Request<Incoming>) -> Result<kvist_router::Caller, KvistError> {
-        let authorization = request.headers().get(http::header::AUTHORIZATION);
-        self.keys.check(authorization.and_then(|value| value.to_str().ok()))
+    fn check_key(&self, headers: &HeaderMap) -> Result<kvist_router::Caller, KvistError> {
+        self.keys.check(headers.get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok()))
     }
 
-    async fn complete(&self, endpoint: Endpoint, request: Request<Incoming>) -> Result<Response<EdgeBody>, Refusal> {
-        let caller = self.check_key(&request)?;
+    async fn complete(
+        &self,
+        endpoint: Endpoint,
+        route: &'static str,
+        request: Request<Incoming>,
+    ) -> Result<Response<EdgeBody>, Refusal> {
         let (parts, body) = request.into_parts();
+        let span = kvist_telemetry::request_span!(
+            names::SPAN_EDGE,
+            text_of(&parts.headers, "traceparent"),
+            { names::HTTP_METHOD } = "POST",
+            { names::HTTP_ROUTE } = route,
+            { names::URL_PATH } = route,
+            { names::URL_SCHEME } = "http",
+            { names::HTTP_STATUS } = Empty,
+        );
+        let result = self.answer(endpoint, &parts.headers, body, &span).await;
+        match &result {
+            Ok(response) => {
+                span.record(names::HTTP_STATUS, response.status().as_u16());
+            }
+            Err(refusal) => {
+                span.record(names::HTTP_STATUS, refusal.error.code.http_status());
+                // Of a request that has an id the router tells itself.
+                if refusal.request_id.is_none() {
+                    record_failure(&span, refusal.error.code);
+                }
+            }
+        }
+        result
+    }
+
+    async fn answer(
+        &self,
+        endpoint: Endpoint,
+        headers: &HeaderMap,
+        body: Incoming,
+        span: &Span,
+    ) -> Result<Response<EdgeBody>, Refusal> {
+        let caller = self.check_key(headers)?;
         let body = self.read(body).await?;
-        self.answerer.answer(endpoint, &parts.headers, caller, body).await
+        self.answerer.answer(endpoint, headers, caller, body, span.clone()).await
     }
 
     async fn read(&self, body: Incoming) -> Result<Bytes, KvistError> {

@@ -137,6 +137,20 @@ codes! {
     Internal = "INTERNAL", Internal, 500, "server_error", "internal_error", "api_error", false, "Kvist has a fault";
 }
 
+impl Code {
+    /// Name of the gRPC status, UPPER_SNAKE.
+    #[must_use]
+    pub fn grpc_name(self) -> &'static str {
+        grpc_name(self.grpc())
+    }
+
+    /// Whether whoever serves is at fault, and not the request or its sender.
+    #[must_use]
+    pub fn is_fault_of_server(self) -> bool {
+        self.http_status() >= 500
+    }
+}
+
 /// One line of the catalogue, for other languages and for the docs.
 #[derive(Clone, Debug, Serialize)]
 pub struct CatalogueEntry {
@@ -161,7 +175,7 @@ pub fn catalogue() -> Vec<CatalogueEntry> {
         .iter()
         .map(|code| CatalogueEntry {
             code: code.name(),
-            grpc: grpc_name(code.grpc()),
+            grpc: code.grpc_name(),
             grpc_number: code.grpc() as i32,
             http: code.http_status(),
             retryable: code.is_retryable(),

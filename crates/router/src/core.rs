@@ -15,7 +15,7 @@ use kvist_errors::{Code, KvistError};
 use kvist_index::{Index, IndexSettings};
 use kvist_link::LinkSettings;
 use kvist_proto::{engine::v1::EngineRequest, router::v1::ModelSummary};
-use kvist_telemetry::{Metrics, ReadyFlag};
+use kvist_telemetry::{Metrics, ReadyFlag, names};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -382,7 +382,6 @@ impl RouterCore {
         self: &Arc<Self>,
         context: RequestContext,
         input: GenerateInput,
-        span: tracing::Span,
         record: &mut Option<RequestRecord>,
     ) -> Result<EventStream, KvistError> {
         if self.is_draining() {
@@ -400,7 +399,7 @@ impl RouterCore {
         let needs = Needs::of(&input);
         let began = Instant::now();
         let deadline = context.deadline.unwrap_or_else(|| began + self.default_deadline);
-        let tokenize_span = tracing::info_span!(parent: &span, "kvist.tokenize");
+        let tokenize_span = tracing::info_span!(parent: &context.span, names::SPAN_TOKENIZE);
         let encoding = self.tokenize_with(&model, input.prompt);
         let expired = || KvistError::new(Code::DeadlineExceeded, "the deadline passed before the request was placed");
         let (tokens, text) =
@@ -411,7 +410,6 @@ impl RouterCore {
         if let Some(record) = record.as_mut() {
             record.usage.prompt_tokens = prompt_tokens;
         }
-        span.record("gen_ai.usage.input_tokens", prompt_tokens);
         check_context(model.context_tokens(), prompt_tokens, input.stop.max_tokens)?;
         self.check_quarantine(&tokens)?;
         let request_id: Arc<str> =
@@ -452,7 +450,7 @@ impl RouterCore {
             return Err(KvistError::new(Code::Internal, "a request without a record"));
         };
         let core = Arc::clone(self);
-        let mut life = Life::new(core, model, demand, template, answer, deadline.into(), span, record);
+        let mut life = Life::new(core, model, demand, template, answer, deadline.into(), record);
         if let Err(error) = life.place() {
             life.refuse(&error);
             return Err(error);
@@ -498,24 +496,17 @@ impl Generate for Router {
         Box::pin(async move {
             let request_id: Arc<str> = self.0.request_id(&context.request_id).into();
             let caller = Arc::clone(&context.caller);
-            let mut record = RequestRecord::new(Arc::clone(&self.0), Arc::clone(&request_id), caller, context.door);
-            let span = tracing::info_span!(
-                "kvist.edge",
-                otel.kind = "server",
-                traceparent = context.traceparent.as_str(),
-                kvist.request_id = &*request_id,
-                gen_ai.request.model = input.model.as_str(),
-                gen_ai.usage.input_tokens = tracing::field::Empty,
-                otel.status_description = tracing::field::Empty,
-            );
+            let span = context.span.clone();
+            let mut record =
+                RequestRecord::new(Arc::clone(&self.0), Arc::clone(&request_id), caller, context.door, span.clone());
+            record.asked(&input);
             record.trace_id = kvist_telemetry::span_traceparent(&span)
                 .or_else(|| kvist_telemetry::parse_traceparent(&context.traceparent))
                 .map(|place| place.trace_id_hex());
             let mut record = Some(record);
-            let result = self.0.start(context, input, span.clone(), &mut record).await;
+            let result = self.0.start(context, input, &mut record).await;
             // The id travels with the error, so that the client can ask about it.
             result.map_err(|error| {
-                kvist_telemetry::set_status_error(&span, error.code.name());
                 if let Some(record) = &mut record {
                     record.failed(error.code);
                 }

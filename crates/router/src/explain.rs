@@ -93,6 +93,11 @@ pub(crate) fn to_wire_duration(duration: Duration) -> Option<prost_types::Durati
 }
 
 impl SeenCandidate {
+    /// Blocks of the prompt that its best tier holds.
+    pub(crate) fn matched_blocks(&self) -> u32 {
+        self.claim.as_ref().and_then(|claim| claim.tier_blocks.iter().copied().max()).unwrap_or(0)
+    }
+
     fn to_wire(&self) -> wire::Candidate {
         #[expect(clippy::cast_precision_loss, reason = "a cost is compared before it is converted")]
         let cost = self.cost_tokens.unwrap_or(0) as f64;

@@ -16,13 +16,15 @@ use kvist_proto::{
 };
 
 /// What comes with a request beside its content.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct RequestContext {
     /// The caller's own id; empty for a generated one.
     pub request_id: String,
     /// When the answer is no longer wanted; none for the router's default.
     pub deadline: Option<Instant>,
-    /// W3C trace context of the caller; empty when not traced.
+    /// The door's span of the request; the router's spans are below it, and it ends no earlier than the request.
+    pub span: tracing::Span,
+    /// W3C trace context of the caller, which goes on to the worker when no span is recorded; empty when not traced.
     pub traceparent: String,
     /// W3C trace state; empty when none.
     pub tracestate: String,

@@ -34,6 +34,7 @@ pub use generate::{
 };
 pub use keys::{ApiKeys, Caller};
 pub use maintenance::maintain;
+pub use record::record_failure;
 pub use server::GrpcServer;
 pub use settings::RouterSettings;
 

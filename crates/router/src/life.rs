@@ -7,8 +7,10 @@ use kvist_errors::{Code, KvistError};
 use kvist_link::{RequestEvent, RequestStream};
 use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, TokenIds, engine_request::Prompt};
 use kvist_schedule::TargetId;
+use kvist_telemetry::names;
 use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
+use tracing::field::Empty;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::{
@@ -17,7 +19,7 @@ use crate::{
     core::RouterCore,
     explain::Ending,
     generate::GenerateEvent,
-    record::RequestRecord,
+    record::{CANCELLED, RequestRecord, record_failure},
     select::{Demand, Placement},
 };
 
@@ -44,7 +46,6 @@ pub(crate) struct Life {
     has_tokens: bool,
     deadline: Pin<Box<Sleep>>,
     stopped: Pin<Box<WaitForCancellationFutureOwned>>,
-    span: tracing::Span,
     /// Last, so that the reservation is gone before the request is counted as ended.
     record: RequestRecord,
 }
@@ -68,7 +69,6 @@ enum Woken {
 }
 
 impl Life {
-    #[expect(clippy::too_many_arguments, reason = "the parts of a request, put together once")]
     pub(crate) fn new(
         core: Arc<RouterCore>,
         model: Arc<ModelView>,
@@ -76,7 +76,6 @@ impl Life {
         template: EngineRequest,
         answer: Answer,
         deadline: tokio::time::Instant,
-        span: tracing::Span,
         record: RequestRecord,
     ) -> Self {
         let stopped = Box::pin(core.stopped.clone().cancelled_owned());
@@ -91,7 +90,6 @@ impl Life {
             has_tokens: false,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
             stopped,
-            span,
             record,
         }
     }
@@ -108,11 +106,27 @@ impl Life {
             self.model = Arc::clone(model);
         }
         let select_span = tracing::info_span!(
-            parent: &self.span, "kvist.select",
-            kvist.attempt = attempt, kvist.worker_uid = tracing::field::Empty, kvist.rank = tracing::field::Empty,
+            parent: &self.record.span, names::SPAN_SELECT,
+            otel.status_description = Empty,
+            { names::ATTEMPT } = attempt, { names::CANDIDATES } = Empty, { names::MATCHED_BLOCKS } = Empty,
+            { names::WORKER_UID } = Empty, { names::RANK } = Empty, { names::ERROR_TYPE } = Empty,
         );
         let (decision, result) = select_span
             .in_scope(|| self.core.selector.select(&view, &self.model, &self.demand, &self.tried, attempt, true));
+        if !select_span.is_disabled() {
+            select_span.record(names::CANDIDATES, decision.candidates.len());
+            match (&result, decision.chosen_candidate()) {
+                (Ok(_), Some(chosen)) => {
+                    select_span
+                        .record(names::WORKER_UID, chosen.target.worker.as_str())
+                        .record(names::RANK, chosen.target.rank.0)
+                        .record(names::MATCHED_BLOCKS, chosen.matched_blocks());
+                }
+                (Ok(_), None) => {}
+                (Err(error), _) => record_failure(&select_span, error.code),
+            }
+        }
+        drop(select_span);
         self.core.metrics.decision_seconds.observe(decision.duration.as_secs_f64());
         self.core.explanations.add(&decision);
         // A retry that finds nobody leaves the first attempt's story as it was.
@@ -123,13 +137,11 @@ impl Life {
             let _ = decision.ending.set(Ending { outcome: error.code.name(), ..Ending::default() });
         })?;
         let worker = placement.node.uid.as_str();
-        select_span.record("kvist.worker_uid", worker).record("kvist.rank", placement.rank);
         self.tried.push(TargetId { worker: placement.node.uid.clone(), rank: kvist_blocks::Rank(placement.rank) });
         let span = tracing::info_span!(
-            parent: &self.span, "kvist.engine", otel.kind = "client",
-            kvist.worker_uid = worker, kvist.rank = placement.rank, kvist.attempt = attempt,
-            kvist.cached_tokens = tracing::field::Empty, gen_ai.usage.output_tokens = tracing::field::Empty,
-            kvist.outcome = tracing::field::Empty, otel.status_description = tracing::field::Empty,
+            parent: &self.record.span, names::SPAN_LINK, otel.kind = "client", otel.status_description = Empty,
+            { names::WORKER_UID } = worker, { names::RANK } = placement.rank, { names::ATTEMPT } = attempt,
+            { names::OUTCOME } = Empty, { names::ERROR_TYPE } = Empty,
         );
         let mut request = self.template.clone();
         request.prompt = Some(Prompt::Tokens(TokenIds { ids: self.demand.tokens.to_vec() }));
@@ -295,7 +307,6 @@ impl Life {
     fn fail(&mut self, error: KvistError, events: &mut Vec<GenerateEvent>) {
         self.note_usage();
         self.record.failed(error.code);
-        kvist_telemetry::set_status_error(&self.span, error.code.name());
         self.end_placement(Some(&error));
         events.push(GenerateEvent::Failed(error));
     }
@@ -311,10 +322,9 @@ impl Life {
     fn end_placement(&mut self, error: Option<&KvistError>) {
         let Some(placed) = self.placed.take() else { return };
         match error {
-            Some(error) => kvist_telemetry::set_status_error(&placed.span, error.code.name()),
+            Some(error) => record_failure(&placed.span, error.code),
             None => {
-                placed.span.record("gen_ai.usage.output_tokens", self.record.usage.completion_tokens);
-                placed.span.record("kvist.cached_tokens", self.record.usage.cached_tokens);
+                placed.span.record(names::OUTCOME, self.record.outcome());
             }
         }
     }
@@ -322,7 +332,8 @@ impl Life {
 
 impl Drop for Life {
     fn drop(&mut self) {
-        if self.placed.is_some() {
+        if let Some(placed) = &self.placed {
+            placed.span.record(names::OUTCOME, CANCELLED);
             self.note_usage();
         }
     }

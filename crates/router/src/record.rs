@@ -5,14 +5,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvist_errors::Code;
 use kvist_proto::events::v1::Receipt;
 use kvist_schedule::POLICY_LEAST_TOKENS;
-use kvist_telemetry::RequestLine;
+use kvist_telemetry::{RequestLine, names};
 
 use crate::{
     core::RouterCore,
     explain::{Ending, SeenDecision},
-    generate::Usage,
+    generate::{GenerateInput, Prompt, Usage},
     metrics::RequestLabels,
 };
 
@@ -26,6 +27,8 @@ pub(crate) struct RequestRecord {
     pub(crate) request_id: Arc<str>,
     pub(crate) caller: Arc<str>,
     pub(crate) door: &'static str,
+    /// The door's span, which gets what is known of the request at its end.
+    pub(crate) span: tracing::Span,
     pub(crate) trace_id: Option<String>,
     /// As the cluster state names it; for an unknown one a word that keeps metrics small.
     pub(crate) model: Arc<str>,
@@ -38,17 +41,33 @@ pub(crate) struct RequestRecord {
     first_token: Option<Instant>,
     decided: Option<Instant>,
     outcome: &'static str,
-    error_code: Option<&'static str>,
+    error_code: Option<Code>,
+}
+
+/// Says on a door's span why its request failed. The router does so itself for every request that it gave an id.
+pub fn record_failure(span: &tracing::Span, code: Code) {
+    span.record(names::ERROR_TYPE, code.name());
+    span.record(names::RPC_RESPONSE_STATUS_CODE, code.grpc_name());
+    if code.is_fault_of_server() {
+        kvist_telemetry::set_status_error(span, code.name());
+    }
 }
 
 impl RequestRecord {
-    pub(crate) fn new(core: Arc<RouterCore>, request_id: Arc<str>, caller: Arc<str>, door: &'static str) -> Self {
+    pub(crate) fn new(
+        core: Arc<RouterCore>,
+        request_id: Arc<str>,
+        caller: Arc<str>,
+        door: &'static str,
+        span: tracing::Span,
+    ) -> Self {
         core.request_began();
         Self {
             core,
             request_id,
             caller,
             door,
+            span,
             trace_id: None,
             model: "unknown".into(),
             decision: None,
@@ -64,6 +83,21 @@ impl RequestRecord {
         }
     }
 
+    /// Says on the span what is asked for.
+    pub(crate) fn asked(&self, input: &GenerateInput) {
+        let operation = match &input.prompt {
+            Prompt::Chat(_) => "chat",
+            Prompt::Text(_) | Prompt::Tokens(_) => "text_completion",
+        };
+        self.span
+            .record(names::REQUEST_ID, &*self.request_id)
+            .record(names::OPERATION, operation)
+            .record(names::MODEL, input.model.as_str())
+            .record(names::MAX_TOKENS, input.stop.max_tokens)
+            .record(names::TEMPERATURE, input.sampling.temperature)
+            .record(names::TOP_P, input.sampling.top_p);
+    }
+
     /// A target was chosen.
     pub(crate) fn decided(&mut self, decision: &Arc<SeenDecision>) {
         self.end_attempt(self.outcome);
@@ -77,7 +111,9 @@ impl RequestRecord {
         if self.first_token.is_none() {
             let now = Instant::now();
             self.first_token = Some(now);
-            self.core.metrics.first_token_seconds.observe((now - self.arrived).as_secs_f64());
+            let seconds = (now - self.arrived).as_secs_f64();
+            self.core.metrics.first_token_seconds.observe(seconds);
+            self.span.record(names::TIME_TO_FIRST_CHUNK, seconds);
         }
     }
 
@@ -86,10 +122,15 @@ impl RequestRecord {
         self.outcome = outcome;
     }
 
+    /// How it stands.
+    pub(crate) fn outcome(&self) -> &'static str {
+        self.outcome
+    }
+
     /// It failed.
-    pub(crate) fn failed(&mut self, code: kvist_errors::Code) {
-        self.error_code = Some(code.name());
-        self.outcome = if code == kvist_errors::Code::Cancelled { CANCELLED } else { code.name() };
+    pub(crate) fn failed(&mut self, code: Code) {
+        self.error_code = Some(code);
+        self.outcome = if code == Code::Cancelled { CANCELLED } else { code.name() };
     }
 
     /// Closes the explanation of the present attempt.
@@ -106,9 +147,29 @@ fn milliseconds(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e6).round() / 1e3
 }
 
+impl RequestRecord {
+    fn record_end(&self) {
+        self.span
+            .record(names::PROMPT_TOKENS, self.usage.prompt_tokens)
+            .record(names::COMPLETION_TOKENS, self.usage.completion_tokens)
+            .record(names::CACHED_TOKENS, self.usage.cached_tokens)
+            .record(names::OUTCOME, self.outcome);
+        match self.error_code {
+            Some(code) => record_failure(&self.span, code),
+            None if self.outcome == CANCELLED => {
+                self.span.record(names::RPC_RESPONSE_STATUS_CODE, Code::Cancelled.grpc_name());
+            }
+            None => {
+                self.span.record(names::RPC_RESPONSE_STATUS_CODE, "OK").record(names::FINISH_REASONS, self.outcome);
+            }
+        }
+    }
+}
+
 impl Drop for RequestRecord {
     fn drop(&mut self) {
         self.end_attempt(self.outcome);
+        self.record_end();
         let duration = self.arrived.elapsed();
         let metrics = &self.core.metrics;
         metrics.request_seconds.observe(duration.as_secs_f64());
@@ -129,9 +190,7 @@ impl Drop for RequestRecord {
             metrics.delivered_cached_tokens.inc_by(u64::from(receipt.cached_tokens));
         }
         let chosen = self.decision.as_ref().and_then(|decision| decision.chosen_candidate());
-        let matched = chosen
-            .and_then(|seen| seen.claim.as_ref())
-            .map(|claim| claim.tier_blocks.iter().copied().max().map_or(0, u64::from));
+        let matched = chosen.filter(|seen| seen.claim.is_some()).map(|seen| u64::from(seen.matched_blocks()));
         let queue = self.receipt.and_then(|receipt| receipt.queue_duration);
         RequestLine {
             request_id: self.request_id.to_string(),
@@ -155,7 +214,7 @@ impl Drop for RequestRecord {
                 Some(_) if self.outcome != CANCELLED => "error".to_owned(),
                 _ => self.outcome.to_owned(),
             },
-            error_code: self.error_code.map(str::to_owned),
+            error_code: self.error_code.map(|code| code.name().to_owned()),
         }
         .emit();
         self.core.request_ended();

@@ -9,8 +9,10 @@ use std::{
 use futures::{Stream, StreamExt as _, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::router::v1::{self as wire, router_service_server::RouterService};
+use kvist_telemetry::names;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
+use tracing::field::Empty;
 
 use crate::{
     convert::{read_grpc_timeout, read_prompt, read_request, write_delta, write_end},
@@ -19,6 +21,7 @@ use crate::{
     generate::{Generate as _, GenerateEvent, RequestContext},
     keys::{ApiKeys, Caller},
     leases::{DEFAULT_LEASE, LONGEST_LEASE},
+    record::record_failure,
     target::WorkerNode,
 };
 
@@ -50,12 +53,18 @@ impl Service {
         self.keys.check(authorization)
     }
 
-    fn context(&self, metadata: &MetadataMap, request_id: String) -> Result<RequestContext, KvistError> {
+    fn context(
+        &self,
+        metadata: &MetadataMap,
+        request_id: String,
+        span: tracing::Span,
+    ) -> Result<RequestContext, KvistError> {
         let caller = self.caller(metadata)?;
         let request_id = if request_id.is_empty() { text_of(metadata, "x-request-id").to_owned() } else { request_id };
         Ok(RequestContext {
             request_id,
             deadline: read_grpc_timeout(text_of(metadata, "grpc-timeout")).map(|left| Instant::now() + left),
+            span,
             traceparent: text_of(metadata, "traceparent").to_owned(),
             tracestate: text_of(metadata, "tracestate").to_owned(),
             caller: caller.name,
@@ -75,8 +84,18 @@ impl RouterService for Service {
         request: Request<wire::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let (metadata, _, mut request) = request.into_parts();
-        let context = self.context(&metadata, std::mem::take(&mut request.request_id))?;
-        let input = read_request(request, now_unix_seconds())?;
+        let span = kvist_telemetry::request_span!(
+            names::SPAN_GENERATE,
+            text_of(&metadata, "traceparent"),
+            { names::RPC_SYSTEM_NAME } = "grpc",
+            { names::RPC_METHOD } = names::SPAN_GENERATE,
+            { names::RPC_RESPONSE_STATUS_CODE } = Empty,
+        );
+        let read = || {
+            let context = self.context(&metadata, std::mem::take(&mut request.request_id), span.clone())?;
+            Ok((context, read_request(request, now_unix_seconds())?))
+        };
+        let (context, input) = read().inspect_err(|error: &KvistError| record_failure(&span, error.code))?;
         let events = Router(Arc::clone(&self.core)).generate(context, input).await?;
         let request_id = events.request_id.to_string();
         let mut first_id = Some(request_id.clone());

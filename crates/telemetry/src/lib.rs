@@ -9,6 +9,7 @@ mod log;
 mod metrics;
 pub mod names;
 mod request_line;
+mod request_span;
 mod setup;
 mod span;
 mod traceparent;

@@ -103,43 +103,79 @@ names! { METRICS:
 names! { SPANS:
     /// A request at the HTTP edge.
     SPAN_EDGE = "kvist.edge";
+    /// A request at the gRPC door, named as the conventions name calls.
+    SPAN_GENERATE = "kvist.router.v1.RouterService/Generate";
     /// Rendering and tokenizing.
     SPAN_TOKENIZE = "kvist.tokenize";
     /// The routing decision.
     SPAN_SELECT = "kvist.select";
-    /// Waiting in an engine.
-    SPAN_QUEUE = "kvist.queue";
-    /// The engine's work.
+    /// One placement, as the router sees it: from sending it over the link to its end.
+    SPAN_LINK = "kvist.link";
+    /// The engine's work, as its worker sees it.
     SPAN_ENGINE = "kvist.engine";
-    /// Prefill within the engine's work.
+    /// Waiting in the engine.
+    SPAN_QUEUE = "kvist.queue";
+    /// From the start of the prefill to the first token.
     SPAN_PREFILL = "kvist.prefill";
-    /// Decode within the engine's work.
+    /// From the first to the last token.
     SPAN_DECODE = "kvist.decode";
 }
 
 names! { ATTRIBUTES:
     /// The request's id.
     REQUEST_ID = "kvist.request_id";
-    /// Model as the client named it.
-    MODEL = "gen_ai.request.model";
     /// UID of the worker.
     WORKER_UID = "kvist.worker_uid";
     /// Rank of the engine.
     RANK = "kvist.rank";
-    /// Tokens of the prompt.
-    PROMPT_TOKENS = "gen_ai.usage.input_tokens";
-    /// Tokens generated.
-    COMPLETION_TOKENS = "gen_ai.usage.output_tokens";
-    /// Prompt tokens found in the cache.
-    CACHED_TOKENS = "kvist.cached_tokens";
     /// Blocks that the decision matched.
     MATCHED_BLOCKS = "kvist.matched_blocks";
-    /// Code of the error catalogue.
-    ERROR_CODE = "kvist.error_code";
+    /// Targets that a decision looked at.
+    CANDIDATES = "kvist.candidates";
     /// How the request ended.
     OUTCOME = "kvist.outcome";
     /// 1 for the first placement, 2 for the retry.
     ATTEMPT = "kvist.attempt";
+    /// What was asked for: `chat` or `text_completion`.
+    OPERATION = "gen_ai.operation.name";
+    /// Who answers: the mesh, or below it the engine.
+    PROVIDER = "gen_ai.provider.name";
+    /// Model as the client named it.
+    MODEL = "gen_ai.request.model";
+    /// Most tokens that the client wants.
+    MAX_TOKENS = "gen_ai.request.max_tokens";
+    /// Temperature that the client wants.
+    TEMPERATURE = "gen_ai.request.temperature";
+    /// Nucleus that the client wants.
+    TOP_P = "gen_ai.request.top_p";
+    /// Why generation ended.
+    FINISH_REASONS = "gen_ai.response.finish_reasons";
+    /// Seconds from arrival to the first token.
+    TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk";
+    /// Tokens of the prompt, cached ones included.
+    PROMPT_TOKENS = "gen_ai.usage.input_tokens";
+    /// Tokens generated.
+    COMPLETION_TOKENS = "gen_ai.usage.output_tokens";
+    /// Prompt tokens found in the cache.
+    CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens";
+    /// Code of the error catalogue.
+    ERROR_TYPE = "error.type";
+    /// Method of an HTTP request.
+    HTTP_METHOD = "http.request.method";
+    /// Path pattern that an HTTP request matched.
+    HTTP_ROUTE = "http.route";
+    /// Status of an HTTP answer.
+    HTTP_STATUS = "http.response.status_code";
+    /// `http`: what encrypts is in front of the edge.
+    URL_SCHEME = "url.scheme";
+    /// Path of an HTTP request.
+    URL_PATH = "url.path";
+    /// `grpc`.
+    RPC_SYSTEM_NAME = "rpc.system.name";
+    /// Service and method of a call.
+    RPC_METHOD = "rpc.method";
+    /// Name of the status of a call.
+    RPC_RESPONSE_STATUS_CODE = "rpc.response.status_code";
 }
 
 names! { LABELS:

@@ -1,13 +1,18 @@
 //! Tracing's spans as OpenTelemetry spans.
 //!
-//! Three fields of a span are for this layer alone: `traceparent` names the remote parent, `otel.kind` the span kind
-//! (`server`, `client`, …), and `otel.status_description`, recorded later, makes the span an error. Everything else
-//! becomes an attribute of the same name.
+//! Some fields of a span are for this layer alone: `traceparent` names the remote parent, `otel.kind` the span kind
+//! (`server`, `client`, …), `otel.name` replaces the name of the call site, `otel.start_unix_nanos` and
+//! `otel.end_unix_nanos` place a span that is told of after it has happened, and `otel.status_description`, recorded
+//! later, makes the span an error. Everything else becomes an attribute of the same name.
 
-use std::fmt;
+use std::{
+    borrow::Cow,
+    fmt,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
 use opentelemetry::{
-    Context, KeyValue, Value,
+    Array, Context, KeyValue, StringValue, Value,
     trace::{Span as _, SpanBuilder, SpanKind, Status, TraceContextExt as _, Tracer as _},
 };
 use opentelemetry_sdk::trace::{SdkTracer, Span as SdkSpan};
@@ -22,10 +27,16 @@ use tracing_subscriber::{
     registry::{LookupSpan, SpanRef},
 };
 
-use crate::traceparent::{TraceParent, parse_traceparent};
+use crate::{
+    names,
+    traceparent::{TraceParent, parse_traceparent},
+};
 
 const TRACEPARENT: &str = "traceparent";
 const KIND: &str = "otel.kind";
+const NAME: &str = "otel.name";
+const START: &str = "otel.start_unix_nanos";
+const END: &str = "otel.end_unix_nanos";
 const STATUS_DESCRIPTION: &str = "otel.status_description";
 
 /// Turns spans into OpenTelemetry spans.
@@ -43,6 +54,8 @@ impl SpanLayer {
 struct Recording {
     span: SdkSpan,
     place: Option<TraceParent>,
+    /// When it ended; none for a span that ends when it is closed.
+    end: Option<SystemTime>,
 }
 
 impl<S> Layer<S> for SpanLayer
@@ -59,12 +72,14 @@ where
         };
         let parent_context = parent
             .map_or_else(Context::new, |parent| Context::new().with_remote_span_context(parent.to_span_context()));
-        let builder = SpanBuilder::from_name(attributes.metadata().name())
+        let name = fields.name.take().map_or_else(|| attributes.metadata().name().into(), Cow::Owned);
+        let mut builder = SpanBuilder::from_name(name)
             .with_kind(fields.kind.take().unwrap_or(SpanKind::Internal))
             .with_attributes(std::mem::take(&mut fields.attributes));
+        builder.start_time = fields.start;
         let otel_span = self.tracer.build_with_context(builder, &parent_context);
         let place = TraceParent::from_span_context(otel_span.span_context());
-        let mut recording = Recording { span: otel_span, place };
+        let mut recording = Recording { span: otel_span, place, end: fields.end };
         fields.finish(&mut recording.span);
         span.extensions_mut().insert(recording);
     }
@@ -91,7 +106,10 @@ where
     fn on_close(&self, id: Id, context: LayerContext<'_, S>) {
         let Some(span) = context.span(&id) else { return };
         if let Some(mut recording) = span.extensions_mut().remove::<Recording>() {
-            recording.span.end();
+            match recording.end {
+                Some(end) => recording.span.end_with_timestamp(end),
+                None => recording.span.end(),
+            }
         }
     }
 }
@@ -130,6 +148,9 @@ struct Fields {
     attributes: Vec<KeyValue>,
     traceparent: Option<String>,
     kind: Option<SpanKind>,
+    name: Option<String>,
+    start: Option<SystemTime>,
+    end: Option<SystemTime>,
     error: Option<String>,
     message: Option<String>,
 }
@@ -153,7 +174,11 @@ impl Visit for Fields {
     }
 
     fn record_u64(&mut self, field: &Field, value: u64) {
-        self.push(field, i64::try_from(value).unwrap_or(i64::MAX));
+        match field.name() {
+            START => self.start = UNIX_EPOCH.checked_add(Duration::from_nanos(value)),
+            END => self.end = UNIX_EPOCH.checked_add(Duration::from_nanos(value)),
+            _ => self.push(field, i64::try_from(value).unwrap_or(i64::MAX)),
+        }
     }
 
     fn record_f64(&mut self, field: &Field, value: f64) {
@@ -169,6 +194,11 @@ impl Visit for Fields {
             TRACEPARENT => self.traceparent = Some(value.to_owned()),
             STATUS_DESCRIPTION => self.error = Some(value.to_owned()),
             "message" => self.message = Some(value.to_owned()),
+            NAME => self.name = Some(value.to_owned()),
+            // The convention wants an array, one reason for each choice; tracing has no arrays.
+            names::FINISH_REASONS => {
+                self.push(field, Value::Array(Array::String(vec![StringValue::from(value.to_owned())])));
+            }
             KIND => {
                 self.kind = match value {
                     "server" => Some(SpanKind::Server),

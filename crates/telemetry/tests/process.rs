@@ -4,7 +4,7 @@
 
 use std::process::Command;
 
-use kvist_telemetry::{LogFormat, RequestLine, TelemetryError, TelemetrySettings, init};
+use kvist_telemetry::{LogFormat, RequestLine, TelemetryError, TelemetrySettings, init, names};
 
 const CHILD: &str = "KVIST_TELEMETRY_TEST_CHILD";
 
@@ -24,6 +24,14 @@ fn child() {
     assert!(matches!(init(&settings), Err(TelemetryError::AlreadyInitialized)));
     let span = tracing::info_span!(target: "kvist_test", "kvist.edge");
     assert_eq!(guard.exports_spans(), !span.is_disabled());
+    // A span that nobody wants costs no look at its fields: what they hold is not even computed.
+    let mut has_looked = false;
+    let mut look = || {
+        has_looked = true;
+        "POST".to_owned()
+    };
+    drop(kvist_telemetry::request_span!(names::SPAN_EDGE, look().as_str(), { names::HTTP_METHOD } = look().as_str()));
+    assert_eq!(guard.exports_spans(), has_looked);
     let inbound = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
     let sent = kvist_telemetry::propagate(&span, Some(inbound)).unwrap();
     assert_eq!(guard.exports_spans(), sent != inbound);

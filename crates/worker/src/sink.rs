@@ -5,7 +5,7 @@ use std::{
         Arc, Weak,
         atomic::{AtomicI32, Ordering},
     },
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use kvist_errors::{Code, KvistError};
@@ -26,13 +26,11 @@ pub(crate) enum Output {
     Call(EventSender),
 }
 
-/// Spans of a traced request.
+/// The span of a traced request, until its end.
 #[derive(Debug)]
-struct Spans {
-    engine: Span,
-    /// The prefill, then the decode.
-    part: Span,
-    has_tokens: bool,
+struct Traced {
+    span: Span,
+    accepted_at: SystemTime,
 }
 
 /// One running request, as the worker knows it.
@@ -44,22 +42,19 @@ pub(crate) struct Running {
     output: Mutex<Option<Output>>,
     abort_reason: AtomicI32,
     deadline: Mutex<Option<DeadlineKey>>,
-    spans: Option<Mutex<Spans>>,
+    traced: Mutex<Option<Traced>>,
 }
 
 impl Running {
     pub(crate) fn new(request_id: Arc<str>, worker: Weak<Worker>, output: Output, span: Span) -> Self {
-        let spans = (!span.is_disabled()).then(|| {
-            let part = tracing::info_span!(parent: &span, names::SPAN_PREFILL);
-            Mutex::new(Spans { engine: span, part, has_tokens: false })
-        });
+        let traced = (!span.is_disabled()).then(|| Traced { span, accepted_at: SystemTime::now() });
         Self {
             request_id,
             worker,
             output: Mutex::new(Some(output)),
             abort_reason: AtomicI32::new(0),
             deadline: Mutex::new(None),
-            spans,
+            traced: Mutex::new(traced),
         }
     }
 
@@ -77,9 +72,6 @@ impl Running {
     }
 
     fn delta(&self, delta: TokenDelta) {
-        if let Some(spans) = &self.spans {
-            spans.lock().token();
-        }
         let overflow = match &*self.output.lock() {
             Some(Output::Link(output)) => {
                 output.delta(delta);
@@ -113,18 +105,9 @@ impl Running {
                 FinishReason::Unspecified => "unspecified",
             });
         }
-        if let (Some(spans), Some(receipt)) = (&self.spans, &finished.receipt) {
-            let spans = spans.lock();
-            spans.engine.record(names::PROMPT_TOKENS, receipt.prompt_tokens);
-            spans.engine.record(names::COMPLETION_TOKENS, receipt.completion_tokens);
-            spans.engine.record(names::CACHED_TOKENS, receipt.cached_tokens);
-            let seconds = |duration: Option<prost_types::Duration>| {
-                duration.and_then(|duration| Duration::try_from(duration).ok()).unwrap_or_default().as_secs_f64()
-            };
-            // The engine's own account; the child spans are what this process saw.
-            spans.engine.record("kvist.queue_seconds", seconds(receipt.queue_duration));
-            spans.engine.record("kvist.prefill_seconds", seconds(receipt.prefill_duration));
-            spans.engine.record("kvist.decode_seconds", seconds(receipt.decode_duration));
+        // Closed before the end is told, so that it ends within the span of whoever waits.
+        if let Some(traced) = self.traced.lock().take() {
+            traced.finished(&finished);
         }
         match output {
             Output::Link(output) => output.finished(finished),
@@ -139,10 +122,8 @@ impl Running {
         if let Some(worker) = self.worker.upgrade() {
             worker.metrics.request_ended(error.code.name());
         }
-        if let Some(spans) = &self.spans {
-            let spans = spans.lock();
-            spans.engine.record(names::ERROR_CODE, error.code.name());
-            kvist_telemetry::set_status_error(&spans.engine, error.code.name());
+        if let Some(traced) = self.traced.lock().take() {
+            traced.failed(error.code);
         }
         match output {
             Output::Link(output) => output.failed(error),
@@ -165,13 +146,55 @@ impl Running {
     }
 }
 
-impl Spans {
-    fn token(&mut self) {
-        if !self.has_tokens {
-            self.has_tokens = true;
-            self.part = tracing::info_span!(parent: &self.engine, names::SPAN_DECODE);
+impl Traced {
+    /// Tells of the phases as the engine accounts for them: the receipt is the only clock that every engine has, and
+    /// what this process sees of its first token is late by a hand-over between threads.
+    fn finished(self, finished: &Finished) {
+        self.span.record(
+            names::FINISH_REASONS,
+            match finished.reason() {
+                FinishReason::Stop => "stop",
+                FinishReason::Length => "length",
+                FinishReason::Aborted => "aborted",
+                FinishReason::Unspecified => "error",
+            },
+        );
+        let Some(receipt) = &finished.receipt else { return };
+        self.span.record(names::PROMPT_TOKENS, receipt.prompt_tokens);
+        self.span.record(names::COMPLETION_TOKENS, receipt.completion_tokens);
+        self.span.record(names::CACHED_TOKENS, receipt.cached_tokens);
+        let now = SystemTime::now();
+        let mut begin = self.accepted_at;
+        for (name, duration) in [
+            (names::SPAN_QUEUE, receipt.queue_duration),
+            (names::SPAN_PREFILL, receipt.prefill_duration),
+            (names::SPAN_DECODE, receipt.decode_duration),
+        ] {
+            let Some(duration) = duration.and_then(|duration| Duration::try_from(duration).ok()) else { continue };
+            // An engine's clock may run ahead of this one: no phase ends after the request.
+            let end = begin.checked_add(duration).map_or(now, |end| end.min(now)).max(begin);
+            tracing::info_span!(
+                parent: &self.span,
+                "kvist.phase",
+                otel.name = name,
+                otel.start_unix_nanos = unix_nanos(begin),
+                otel.end_unix_nanos = unix_nanos(end),
+            );
+            begin = end;
         }
     }
+
+    fn failed(self, code: Code) {
+        self.span.record(names::ERROR_TYPE, code.name());
+        if code.is_fault_of_server() {
+            kvist_telemetry::set_status_error(&self.span, code.name());
+        }
+    }
+}
+
+fn unix_nanos(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since_epoch.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Where an engine puts the events of one request. Exactly one terminal event gets through, the first; dropping it before

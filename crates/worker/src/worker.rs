@@ -18,7 +18,7 @@ use kvist_proto::{
 use kvist_telemetry::names;
 use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
-use tracing::Span;
+use tracing::{Span, field::Empty};
 
 use crate::{
     Engine, EngineHost, RequestSink, TokenizerFile, WorkerSettings,
@@ -270,23 +270,23 @@ impl Worker {
         if request.traceparent.is_empty() {
             return Span::none();
         }
-        // The span's own layer reads `traceparent`, `otel.kind` and `otel.status_description`.
+        let description = self.up().ok().map(|up| &up.description);
         tracing::info_span!(
             parent: None,
             names::SPAN_ENGINE,
             traceparent = request.traceparent.as_str(),
             otel.kind = "server",
-            otel.status_description = tracing::field::Empty,
-            kvist.request_id = request.request_id.as_str(),
-            kvist.worker_uid = self.settings.worker_uid.as_str(),
-            kvist.rank = request.rank,
-            kvist.error_code = tracing::field::Empty,
-            gen_ai.usage.input_tokens = tracing::field::Empty,
-            gen_ai.usage.output_tokens = tracing::field::Empty,
-            kvist.cached_tokens = tracing::field::Empty,
-            kvist.queue_seconds = tracing::field::Empty,
-            kvist.prefill_seconds = tracing::field::Empty,
-            kvist.decode_seconds = tracing::field::Empty,
+            otel.status_description = Empty,
+            { names::PROVIDER } = description.map(|description| description.engine.as_str()),
+            { names::MODEL } = description.map(|description| description.model.as_str()),
+            { names::REQUEST_ID } = request.request_id.as_str(),
+            { names::WORKER_UID } = self.settings.worker_uid.as_str(),
+            { names::RANK } = request.rank,
+            { names::FINISH_REASONS } = Empty,
+            { names::PROMPT_TOKENS } = Empty,
+            { names::COMPLETION_TOKENS } = Empty,
+            { names::CACHED_TOKENS } = Empty,
+            { names::ERROR_TYPE } = Empty,
         )
     }
 }

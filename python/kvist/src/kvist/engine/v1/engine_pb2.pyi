@@ -918,7 +918,7 @@ class EngineRequest(_message.Message):
     priority: _builtins.int
     """Smaller runs earlier where the engine orders its queue; default 0."""
     traceparent: _builtins.str
-    """W3C trace context of the router's engine span; empty when not traced."""
+    """W3C trace context of the router's span of the placement; empty when not traced."""
     tracestate: _builtins.str
     """W3C trace state; empty when none."""
     expected_cached_tokens: _builtins.int
