@@ -12,6 +12,7 @@ use std::{
 use arc_swap::{ArcSwap, ArcSwapOption};
 use futures::future::BoxFuture;
 use kvist_errors::{Code, KvistError};
+use kvist_events::FeedStats;
 use kvist_index::{Index, IndexSettings};
 use kvist_link::LinkSettings;
 use kvist_proto::{engine::v1::EngineRequest, router::v1::ModelSummary};
@@ -29,7 +30,7 @@ use crate::{
     generate::{EventStream, Generate, GenerateInput, Prompt, RequestContext},
     leases::Leases,
     life::{Life, fingerprint},
-    metrics::RouterMetrics,
+    metrics::{FeedMetrics, RouterMetrics},
     quarantine::Quarantine,
     record::RequestRecord,
     select::{Demand, Needs, Selector, to_u32},
@@ -61,6 +62,8 @@ pub struct RouterCore {
     pub(crate) quarantine: Quarantine,
     pub(crate) leases: Leases,
     pub(crate) metrics: RouterMetrics,
+    /// None without a bus.
+    pub(crate) feed_metrics: Option<FeedMetrics>,
     pub(crate) stopped: CancellationToken,
     ready: ReadyFlag,
     serving: watch::Sender<bool>,
@@ -142,6 +145,7 @@ impl RouterCore {
             quarantine: Quarantine::default(),
             leases: Leases::default(),
             metrics: RouterMetrics::new(metrics),
+            feed_metrics: settings.nats_url.as_ref().map(|_| FeedMetrics::new(metrics)),
             stopped: CancellationToken::new(),
             ready,
             serving: watch::Sender::new(false),
@@ -271,10 +275,7 @@ impl RouterCore {
             not_ready_reason: self.ready.reason(),
             cluster_version: (store_epoch, revision),
             control_plane_connected: self.control_plane_connected.load(Ordering::Relaxed),
-            bus_connected: match self.feed.load().as_deref() {
-                Some(Feed::Bus(keeper)) => Some(keeper.is_bus_connected()),
-                _ => None,
-            },
+            bus_connected: self.feed_stats().map(|stats| stats.bus_connected),
             models: models.len(),
             workers: view.workers.len(),
             ready_targets: models.iter().map(|model| model.ready_targets()).sum(),
@@ -282,6 +283,14 @@ impl RouterCore {
             reservations: self.open_reservations(),
             index_sources: sources.len(),
             exact_index_sources: sources.iter().filter(|source| source.state.is_exact()).count(),
+        }
+    }
+
+    /// Numbers of the subscription to the bus; none without one.
+    pub(crate) fn feed_stats(&self) -> Option<FeedStats> {
+        match self.feed.load().as_deref() {
+            Some(Feed::Bus(keeper)) => Some(keeper.stats()),
+            _ => None,
         }
     }
 

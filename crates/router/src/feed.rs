@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvist_blocks::{Incarnation, WorkerUid};
-use kvist_events::{BusSettings, FeedSettings, FeedWorker, IndexFeed};
+use kvist_events::{BusSettings, FeedSettings, FeedStats, FeedWorker, IndexFeed};
 use kvist_index::Index;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
@@ -22,7 +22,7 @@ struct Wanted {
 #[derive(Debug)]
 pub(crate) struct FeedKeeper {
     wanted: watch::Sender<Wanted>,
-    bus_connected: watch::Receiver<bool>,
+    stats: watch::Receiver<FeedStats>,
     _task: AbortOnDropHandle<()>,
 }
 
@@ -30,7 +30,7 @@ impl FeedKeeper {
     /// Begins to wait for a cluster state. Called within a runtime.
     pub(crate) fn new(nats_url: String, router_name: &str, index: Arc<Index>) -> Self {
         let (wanted, mut updates) = watch::channel(Wanted::default());
-        let (connected, bus_connected) = watch::channel(false);
+        let (sampled, stats) = watch::channel(FeedStats::default());
         let client_name = format!("kvist-router-{router_name}");
         let task = tokio::spawn(async move {
             let mut running: Option<(String, IndexFeed)> = None;
@@ -40,8 +40,7 @@ impl FeedKeeper {
                 tokio::select! {
                     changed = updates.changed() => if changed.is_err() { return },
                     _ = tick.tick() => {
-                        let now = running.as_ref().is_some_and(|(_, feed)| feed.is_bus_connected());
-                        connected.send_if_modified(|was| std::mem::replace(was, now) != now);
+                        sampled.send_replace(running.as_ref().map(|(_, feed)| feed.stats()).unwrap_or_default());
                         // A feed that could not be started is tried again; one that runs needs nothing.
                         let cluster = updates.borrow().cluster.clone();
                         if cluster.is_empty() || running.as_ref().is_some_and(|(name, _)| *name == cluster) {
@@ -71,7 +70,7 @@ impl FeedKeeper {
                 }
             }
         });
-        Self { wanted, bus_connected, _task: AbortOnDropHandle::new(task) }
+        Self { wanted, stats, _task: AbortOnDropHandle::new(task) }
     }
 
     /// Takes up a new cluster state.
@@ -90,8 +89,8 @@ impl FeedKeeper {
         self.wanted.send_replace(Wanted { cluster: view.cluster.clone(), workers, dead: view.dead.clone() });
     }
 
-    /// Whether the bus is connected, a second old at most.
-    pub(crate) fn is_bus_connected(&self) -> bool {
-        *self.bus_connected.borrow()
+    /// Numbers of the feed, a second old at most.
+    pub(crate) fn stats(&self) -> FeedStats {
+        *self.stats.borrow()
     }
 }

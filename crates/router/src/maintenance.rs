@@ -61,6 +61,9 @@ fn set_gauges(core: &RouterCore) {
     metrics.links_connected.set(connected);
     metrics.promised_tokens.set(promised as i64);
     metrics.reservations.set(core.open_reservations() as i64);
+    if let (Some(metrics), Some(stats)) = (&core.feed_metrics, core.feed_stats()) {
+        metrics.take(&stats);
+    }
     let sources = core.index().sources();
     for state in
         [SourceState::Exact, SourceState::CatchingUp, SourceState::Partial, SourceState::Truncated, SourceState::Stale]

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
+use kvist_events::FeedStats;
 use kvist_telemetry::{Metrics, latency_buckets_seconds, names};
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -26,6 +27,12 @@ pub(crate) struct StateLabel {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct TargetLabel {
     pub(crate) state: String,
+}
+
+/// Why something was not done.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct ReasonLabel {
+    reason: &'static str,
 }
 
 /// All of them.
@@ -113,6 +120,87 @@ impl RouterMetrics {
                 "Share of exact sources times delivered over predicted hits.",
                 Gauge::default(),
             ),
+        }
+    }
+}
+
+/// Numbers of the subscription to the bus; only a router with a bus has them.
+#[derive(Clone, Debug)]
+pub(crate) struct FeedMetrics {
+    bus_connected: Gauge,
+    silent_sources: Gauge,
+    event_lag_seconds: Gauge<f64, AtomicU64>,
+    messages: Counter,
+    batches: Counter,
+    gaps: Counter,
+    catch_ups: Counter,
+    failed_catch_ups: Counter,
+    snapshots: Counter,
+    digest_matches: Counter,
+    digest_mismatches: Counter,
+    closed_incarnations: Counter,
+    skipped_batches: Family<ReasonLabel, Counter>,
+    refused_statements: Family<ReasonLabel, Counter>,
+}
+
+impl FeedMetrics {
+    pub(crate) fn new(metrics: &Metrics) -> Self {
+        let counter = |name, help| metrics.register(name, help, Counter::default());
+        let by_reason = |name, help| metrics.register(name, help, Family::default());
+        Self {
+            bus_connected: metrics.register(names::BUS_CONNECTED, "Whether NATS is connected.", Gauge::default()),
+            silent_sources: metrics.register(
+                names::INDEX_SILENT_SOURCES,
+                "Sources that have fallen silent.",
+                Gauge::default(),
+            ),
+            event_lag_seconds: metrics.register(
+                names::INDEX_EVENT_LAG_SECONDS,
+                "From the record of the last batch in its ledger to its place in the index.",
+                Gauge::default(),
+            ),
+            messages: counter(names::INDEX_MESSAGES, "Messages of the bus."),
+            batches: counter(names::INDEX_BATCHES, "Batches applied."),
+            gaps: counter(names::INDEX_GAPS, "Gaps seen in sequences."),
+            catch_ups: counter(names::INDEX_CATCH_UPS, "Questions to workers about what is missing."),
+            failed_catch_ups: counter(names::INDEX_FAILED_CATCH_UPS, "Questions to workers that had no answer."),
+            snapshots: counter(names::INDEX_SNAPSHOTS, "Snapshots applied."),
+            digest_matches: counter(names::INDEX_DIGEST_MATCHES, "Digests that matched."),
+            digest_mismatches: counter(names::INDEX_DIGEST_MISMATCHES, "Digests that did not match."),
+            closed_incarnations: counter(names::INDEX_CLOSED_INCARNATIONS, "Incarnations that were closed."),
+            skipped_batches: by_reason(names::INDEX_SKIPPED_BATCHES, "Batches that were not applied."),
+            refused_statements: by_reason(names::INDEX_REFUSED_STATEMENTS, "Statements that could not be used."),
+        }
+    }
+
+    /// Takes the feed's own numbers over.
+    #[expect(clippy::cast_precision_loss, clippy::cast_possible_wrap, reason = "gauges for people")]
+    pub(crate) fn take(&self, stats: &FeedStats) {
+        // A feed that was started anew counts from 0; the counter then waits until it is passed.
+        let raise = |counter: &Counter, total: u64| {
+            counter.inc_by(total.saturating_sub(counter.get()));
+        };
+        let counters = &stats.counters;
+        self.bus_connected.set(stats.bus_connected.into());
+        self.silent_sources.set(stats.silent_sources as i64);
+        self.event_lag_seconds.set(counters.last_lag_micros as f64 / 1e6);
+        raise(&self.messages, stats.messages);
+        raise(&self.batches, counters.applied_batches);
+        raise(&self.gaps, counters.gaps);
+        raise(&self.catch_ups, counters.catch_ups);
+        raise(&self.failed_catch_ups, counters.failed_catch_ups);
+        raise(&self.snapshots, counters.snapshots);
+        raise(&self.digest_matches, counters.equal_digests);
+        raise(&self.digest_mismatches, counters.mismatches);
+        raise(&self.closed_incarnations, counters.tombstones);
+        for (family, reason, total) in [
+            (&self.skipped_batches, "duplicate", counters.duplicate_batches),
+            (&self.skipped_batches, "old_incarnation", counters.refused_batches),
+            (&self.skipped_batches, "no_room", counters.dropped_batches),
+            (&self.refused_statements, "unknown_worker", counters.unknown_workers),
+            (&self.refused_statements, "malformed", counters.malformed),
+        ] {
+            raise(&family.get_or_create(&ReasonLabel { reason }), total);
         }
     }
 }

@@ -54,28 +54,36 @@ names! { METRICS:
     INDEX_BYTE_BUDGET = "kvist_index_byte_budget";
     /// Blocks by which index and ledgers differ at the same position.
     INDEX_DIVERGENCE_BLOCKS = "kvist_index_divergence_blocks";
+    /// Messages of the bus to the index.
+    INDEX_MESSAGES = "kvist_index_messages_total";
     /// Batches applied to the index.
     INDEX_BATCHES = "kvist_index_batches_total";
+    /// Batches that were not applied, by reason.
+    INDEX_SKIPPED_BATCHES = "kvist_index_skipped_batches_total";
+    /// Statements that could not be used, by reason.
+    INDEX_REFUSED_STATEMENTS = "kvist_index_refused_statements_total";
     /// Gaps seen by the index.
     INDEX_GAPS = "kvist_index_gaps_total";
+    /// Questions to workers about what is missing.
+    INDEX_CATCH_UPS = "kvist_index_catch_ups_total";
+    /// Questions to workers that had no answer.
+    INDEX_FAILED_CATCH_UPS = "kvist_index_failed_catch_ups_total";
     /// Snapshots taken into the index.
     INDEX_SNAPSHOTS = "kvist_index_snapshots_total";
+    /// Digests that matched.
+    INDEX_DIGEST_MATCHES = "kvist_index_digest_matches_total";
     /// Digests that did not match.
     INDEX_DIGEST_MISMATCHES = "kvist_index_digest_mismatches_total";
-    /// From the record of a batch in its ledger to its place in the index.
+    /// Incarnations that were closed.
+    INDEX_CLOSED_INCARNATIONS = "kvist_index_closed_incarnations_total";
+    /// Sources that have fallen silent.
+    INDEX_SILENT_SOURCES = "kvist_index_silent_sources";
+    /// From the record of the last batch in its ledger to its place in the index.
     INDEX_EVENT_LAG_SECONDS = "kvist_index_event_lag_seconds";
     /// Share of EXACT sources times delivered over predicted hits.
     KV_AWARENESS = "kvist_kv_awareness";
     /// Whether the bus is connected.
     BUS_CONNECTED = "kvist_bus_connected";
-    /// Messages the relay published.
-    RELAY_MESSAGES = "kvist_relay_messages_total";
-    /// Batches the relay published.
-    RELAY_BATCHES = "kvist_relay_batches_total";
-    /// Bytes the relay published.
-    RELAY_BYTES = "kvist_relay_bytes_total";
-    /// Streams from workers to the relay that broke.
-    RELAY_BROKEN_STREAMS = "kvist_relay_broken_streams_total";
     /// Requests of a worker by outcome.
     WORKER_REQUESTS = "kvist_worker_requests_total";
     /// Requests that have a slot.
@@ -183,6 +191,8 @@ names! { LABELS:
     LABEL_MODEL = "model";
     /// How something ended.
     LABEL_OUTCOME = "outcome";
+    /// Why something was not done.
+    LABEL_REASON = "reason";
     /// State of a source.
     LABEL_STATE = "state";
     /// UID of a worker.

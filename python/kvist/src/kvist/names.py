@@ -31,6 +31,39 @@ BUS_PUBLISHED: Final = "kvist_bus_published_messages_total"
 BUS_DROPPED: Final = "kvist_bus_dropped_messages_total"
 BUS_RECONNECTS: Final = "kvist_bus_reconnects_total"
 
+# Relay of an agent.
+RELAY_BUS_CONNECTED: Final = "kvist_relay_bus_connected"
+RELAY_CONNECTED: Final = "kvist_relay_connected"
+RELAY_MESSAGES: Final = "kvist_relay_messages_total"
+RELAY_BATCHES: Final = "kvist_relay_batches_total"
+RELAY_BYTES: Final = "kvist_relay_bytes_total"
+RELAY_DROPPED_BATCHES: Final = "kvist_relay_dropped_batches_total"
+RELAY_SKIPPED_SNAPSHOTS: Final = "kvist_relay_skipped_snapshots_total"
+RELAY_BROKEN_STREAMS: Final = "kvist_relay_broken_streams_total"
+
+# Index of a KV master; a router's has the same names.
+INDEX_SOURCES: Final = "kvist_index_sources"
+INDEX_BYTES: Final = "kvist_index_bytes"
+INDEX_BYTE_BUDGET: Final = "kvist_index_byte_budget"
+INDEX_MESSAGES: Final = "kvist_index_messages_total"
+INDEX_BATCHES: Final = "kvist_index_batches_total"
+INDEX_SKIPPED_BATCHES: Final = "kvist_index_skipped_batches_total"
+INDEX_REFUSED_STATEMENTS: Final = "kvist_index_refused_statements_total"
+INDEX_GAPS: Final = "kvist_index_gaps_total"
+INDEX_CATCH_UPS: Final = "kvist_index_catch_ups_total"
+INDEX_FAILED_CATCH_UPS: Final = "kvist_index_failed_catch_ups_total"
+INDEX_SNAPSHOTS: Final = "kvist_index_snapshots_total"
+INDEX_DIGEST_MATCHES: Final = "kvist_index_digest_matches_total"
+INDEX_DIGEST_MISMATCHES: Final = "kvist_index_digest_mismatches_total"
+INDEX_CLOSED_INCARNATIONS: Final = "kvist_index_closed_incarnations_total"
+INDEX_SILENT_SOURCES: Final = "kvist_index_silent_sources"
+INDEX_EVENT_LAG_SECONDS: Final = "kvist_index_event_lag_seconds"
+
+# Labels.
+LABEL_REASON: Final = "reason"
+LABEL_STATE: Final = "state"
+LABEL_WORKER: Final = "worker"
+
 # Attributes of spans: the stable names of the RPC conventions, and ours below `kvist.`.
 RPC_SYSTEM_NAME: Final = "rpc.system.name"
 RPC_METHOD: Final = "rpc.method"

@@ -18,6 +18,7 @@ from kvist.errors import core_errors
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.settings import BusSettings
 from kvist.telemetry import logger
+from kvist_agent.relay_metrics import RelayCollector
 from kvist_agent.slots import WorkerSlots
 
 RELAY_THREADS = 1
@@ -85,9 +86,12 @@ class EventPlane:
             with core_errors():
                 relay = _core.Relay(runtime, json.dumps(settings))
                 await asyncio.to_thread(relay.start)
+            numbers = RelayCollector(relay)
+            self._registry.register(numbers)
             try:
                 await _feed(relay, slots)
             finally:
+                self._registry.unregister(numbers)
                 with contextlib.suppress(_core.CoreError):
                     relay.stop()
         finally:

@@ -15,6 +15,7 @@ from kvist.kvmaster.v1.kvmaster_pb2 import DESCRIPTOR
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import add_KvMasterServiceServicer_to_server
 from kvist.runner import Process
 from kvist.telemetry import logger
+from kvist_kvmaster.index_metrics import IndexCollector
 from kvist_kvmaster.service import KvMasterService
 from kvist_kvmaster.settings import KvMasterSettings
 
@@ -42,6 +43,7 @@ async def main(process: Process[KvMasterSettings]) -> None:
         with core_errors():
             index = _core.IndexService(runtime, json.dumps(core_settings(settings)))
             await asyncio.to_thread(index.start)
+        process.registry.register(IndexCollector(index))
         try:
             await _serve(process, index)
         finally:
