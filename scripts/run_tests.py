@@ -1,6 +1,6 @@
 """Runs the default tier of tests and says what ran where.
 
-Tiers: Rust, unit, end to end. `--only NAME` runs one. The last lines are a table and the
+Tiers: Rust, unit, contract, integration, chart, end to end. `--only NAME` runs one. The last lines are a table and the
 tiers that were not run. Exit code 1 when any tier failed or ran nothing.
 """
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tiers of the design that have no tests yet.
+# What a default run leaves out.
 NOT_RUN = {
     "deep": "long property and fuzz runs",
     "chaos": "faults under sustained load",
-    "llamacpp": "a real model",
     "vllm": "a real vLLM engine",
     "kubernetes": "the chart on a control plane",
+    "bench": "measurements: ./task bench:mesh",
 }
 
 
@@ -42,7 +42,10 @@ def pytest_tier(name: str, folder: str, time_limit_seconds: int) -> Tier:
 TIERS = (
     Tier("rust", ("cargo", "test", "--workspace", "--no-fail-fast"), 2400),
     pytest_tier("unit", "unit", 600),
-    pytest_tier("e2e", "e2e", 900),
+    pytest_tier("contract", "contract", 600),
+    pytest_tier("integration", "integration", 1200),
+    pytest_tier("helm", "helm", 600),
+    pytest_tier("e2e", "e2e", 1800),
 )
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|ignored|errors?|error)\b")
 
