@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from kvist.cli.connection import EXIT_SERVER, EXIT_USAGE, fail, running_record
 from kvist.cli.output import AsJson, console, print_json
@@ -94,8 +95,9 @@ async def supervise(layout: Layout, spec: ClusterSpec) -> None:
 
 
 async def show_live(layout: Layout, spec: ClusterSpec, terminal: Console) -> None:
-    """Redraws the view until cancelled."""
-    with Live(console=terminal, auto_refresh=False, transient=False) as live:
+    """Redraws the view until cancelled. Once the cluster answers, lines to copy stand above it and stay there."""
+    is_invited = False
+    with Live(console=terminal, auto_refresh=False) as live:
         while True:
             record = ClusterRecord.read(layout)
             if record is not None:
@@ -103,7 +105,12 @@ async def show_live(layout: Layout, spec: ClusterSpec, terminal: Console) -> Non
                 if {"controller", "router"} <= record.addresses.keys():
                     async with Observer(record.addresses) as observer:
                         seen = await observer.look()
-                live.update(render(record, seen, model=spec.model), refresh=True)
+                if record.phase == "ready" and not is_invited:
+                    is_invited = True
+                    # The terminal wraps, not the view: a line that is copied must be one line.
+                    terminal.print(invitation(record, spec.model), soft_wrap=True)
+                    terminal.print(Text("Ctrl-C stops all of it.\n", style="dim"))
+                live.update(render(record, seen), refresh=True)
             await asyncio.sleep(VIEW_INTERVAL_SECONDS)
 
 
@@ -154,10 +161,16 @@ def start_detached(layout: Layout) -> ClusterRecord:
 
 def show(record: ClusterRecord, model: str) -> None:
     """Prints where the cluster answers, and lines to copy."""
+    typer.echo(invitation(record, model).plain)
+
+
+def invitation(record: ClusterRecord, model: str) -> Text:
+    """Where the cluster answers, and lines to copy."""
     http, router = record.addresses["http"], record.addresses["router"]
-    typer.echo(f"Kvist serves {model} at http://{http} (OpenAI) and {router} (gRPC). Try:\n")
-    for _, line in lines_to_copy(record, model):
-        typer.echo(f"  {line}\n")
+    text = Text(f"Kvist serves {model} at http://{http} (OpenAI) and {router} (gRPC). Try:\n\n")
+    for line in lines_to_copy(record, model):
+        text.append(f"  {line}\n\n", style="cyan")
+    return text
 
 
 def down() -> None:
@@ -180,8 +193,7 @@ def status(*, as_json: AsJson = False) -> None:
     if as_json:
         print_json(status_document(record, seen))
         return
-    model = next((service.metadata.name for service in seen.services), "")
-    console().print(render(record, seen, model=model))
+    console().print(render(record, seen))
 
 
 async def look(record: ClusterRecord) -> Observation:

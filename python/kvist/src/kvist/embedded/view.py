@@ -18,8 +18,8 @@ _WORKER_STYLES = {"READY": "green", "REFUSED": "red", "BACKING_OFF": "red"}
 
 
 def phase_name(phase: WorkerPhase.ValueType) -> str:
-    """`READY` and so on."""
-    return WorkerPhase.Name(phase).removeprefix("WORKER_PHASE_")
+    """`READY` and so on; empty before its agent has said anything."""
+    return WorkerPhase.Name(phase).removeprefix("WORKER_PHASE_").replace("UNSPECIFIED", "")
 
 
 def state_name(state: SourceState.ValueType) -> str:
@@ -27,8 +27,8 @@ def state_name(state: SourceState.ValueType) -> str:
     return SourceState.Name(state).removeprefix("SOURCE_STATE_")
 
 
-def lines_to_copy(record: ClusterRecord, model: str) -> list[tuple[str, str]]:
-    """What a newcomer may try: a name and a line for the shell each."""
+def lines_to_copy(record: ClusterRecord, model: str) -> list[str]:
+    """What a newcomer may try, a line for the shell each."""
     http, router = record.addresses["http"], record.addresses["router"]
     question = "Tell me, what is the capital of France?"
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}], "max_tokens": 32}}'
@@ -39,10 +39,10 @@ def lines_to_copy(record: ClusterRecord, model: str) -> list[tuple[str, str]]:
         ".choices[0].message.content)"
     )
     return [
-        ("curl", f"curl http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"),
-        ("openai", f'.venv/bin/python -c "{python}"'),
-        ("grpcurl", f"grpcurl -plaintext -d '{request}' {router} kvist.router.v1.RouterService/Generate"),
-        ("kvist", f"./task kvist -- chat '{question}'"),
+        f"curl http://{http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        f'.venv/bin/python -c "{python}"',
+        f"grpcurl -plaintext -d '{request}' {router} kvist.router.v1.RouterService/Generate",
+        f"./task kvist -- chat '{question}'",
     ]
 
 
@@ -94,18 +94,14 @@ def workers_table(seen: Observation) -> Table:
     return table
 
 
-def render(record: ClusterRecord, seen: Observation, *, model: str) -> RenderableType:
-    """The whole view."""
+def render(record: ClusterRecord, seen: Observation) -> RenderableType:
+    """Processes and workers as they are."""
+    # While it stops, processes that are gone do not answer, and that is no news.
+    is_stopping = record.phase == "stopping"
     heading = Text.assemble(
         ("kvist", "bold"), "  ", (record.phase, _PHASE_STYLES.get(record.phase, "")), f"  {record.message}"
     )
     parts: list[RenderableType] = [heading, processes_table(record), workers_table(seen)]
-    if seen.silent:
+    if seen.silent and not is_stopping:
         parts.append(Text(f"no answer from: {', '.join(seen.silent)}", style="yellow"))
-    if record.phase == "ready":
-        lines = Table(box=None, show_header=False, pad_edge=False)
-        for name, line in lines_to_copy(record, model):
-            # Text, so that nothing in a line is taken for markup.
-            lines.add_row(Text(name, style="bold"), Text(line, overflow="fold"))
-        parts += [lines, Text("\nCtrl-C stops all of it.", style="dim")]
     return Group(*parts)
