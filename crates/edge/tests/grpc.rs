@@ -232,6 +232,39 @@ async fn a_prompt_goes_where_its_cache_is_until_promises_outweigh_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn siblings_meet_before_any_event_and_no_claim_is_made_of_it() {
+    let workers = [TestWorker::start(0, Script::Answer("x")).await, TestWorker::start(1, Script::Answer("x")).await];
+    let router = router(settings(), &[&workers[0], &workers[1]]).await;
+    let mut client = RouterServiceClient::new(channel(&router).await);
+    for family in 0..6 {
+        let stem = format!("{family}123456789").repeat(50);
+        let mut homes = Vec::new();
+        for branch in ["a", "b"] {
+            let id = format!("{family}{branch}");
+            let asked = request(&format!("{stem}{branch}"), &id);
+            let mut messages = limited(client.generate(asked)).await.unwrap().into_inner();
+            while limited(messages.message()).await.unwrap().is_some() {}
+            let subject = Some(Subject::RequestId(format!("r1-{id}")));
+            let decision = limited(client.explain(wire::ExplainRequest { subject }))
+                .await
+                .unwrap()
+                .into_inner()
+                .decisions
+                .remove(0);
+            let position = usize::try_from(decision.chosen_candidate.unwrap()).unwrap();
+            homes.push((position, decision.candidates[position].recent_blocks));
+            assert!(decision.candidates.iter().all(|candidate| candidate.matches.is_empty()));
+        }
+        // 500 shared tokens are 31 blocks, of which every length carries a mark.
+        assert_eq!(vec![(homes[0].0, 0), (homes[0].0, 31)], homes);
+    }
+    let requests = [workers[0].engine.requests.lock().clone(), workers[1].engine.requests.lock().clone()].concat();
+    assert_eq!(12, requests.len());
+    assert!(requests.iter().all(|request| request.expected_cached_tokens.unwrap_or(0) == 0));
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_call_that_ends_ends_its_request() {
     let mut worker = TestWorker::start(0, Script::Hold("begun")).await;
     let router = router(settings(), &[&worker]).await;
