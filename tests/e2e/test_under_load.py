@@ -81,6 +81,7 @@ def test_nats_may_stop_and_start(cluster: EmbeddedCluster) -> None:
     assert [] == outcome.failures
     ended_at = time.monotonic()
     eventually("all is known exactly", lambda: cluster.kv_is_equal(WORKERS))
+    assert WORKERS == cluster.kvist("kv", "audit").count(" EQUAL at batch ")
     print(f"all exact {time.monotonic() - ended_at:.1f} s after the load's end; {outcome.answered} answered")
 
 
