@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,5 +110,10 @@ def test_the_router_may_be_killed(cluster: EmbeddedCluster) -> None:
         eventually("requests go on", lambda: outcome.answered > answered + 20)
         # Those that ran in the killed process, and those that found nobody until it was back; none after that.
         assert failures == len(outcome.failures)
+    # Its index came from the KV master, not from eight workers.
+    metrics = urllib.request.urlopen(f"http://{cluster.address('router_admin')}/metrics", timeout=10).read().decode()
+    bootstrapped = re.search(r"^kvist_index_bootstrapped_sources_total (\d+)", metrics, re.MULTILINE)
+    assert bootstrapped is not None
+    assert int(bootstrapped[1]) >= WORKERS
     assert {openai.APIConnectionError} >= {type(failure) for failure in outcome.failures}
     eventually("all is known exactly", lambda: cluster.kv_is_equal(WORKERS))

@@ -29,7 +29,7 @@ MODELS = {
 OWN = {
     "router": {
         "name", "http_listen", "grpc_listen", "insecure", "controllers", "controller_tls_ca_file",
-        "cluster_state_file", "last_state_file", "bus", "api_keys_file", "telemetry",
+        "cluster_state_file", "last_state_file", "bus", "kvmasters", "api_keys_file", "telemetry",
     },
     "controller": {
         "name", "cluster", "store", "telemetry",
@@ -110,6 +110,8 @@ def test_processes_find_each_other(helm, tmp_path):
         router.controllers == kvmaster.controllers == agent.controllers == ("mesh-kvist-controller.serving.svc:7100",)
     )
     assert services[router.controllers[0]]["targetPort"] == "grpc"
+    assert router.kvmasters == ("mesh-kvist-kvmaster.serving.svc:7200",)
+    assert services[router.kvmasters[0]]["targetPort"] == "grpc"
     assert router.bus == kvmaster.bus == agent.bus
     (url,) = router.bus.urls
     assert services[url.removeprefix("nats://")]["targetPort"] == "client"

@@ -120,7 +120,10 @@ impl RouterCore {
         let mut link_settings = LinkSettings::new(settings.name.as_str());
         link_settings.request_buffer_tokens = settings.request_buffer_tokens;
         let feed = match &settings.nats_url {
-            Some(url) => Feed::Bus(FeedKeeper::new(url.clone(), &settings.name, Arc::clone(&index))),
+            Some(url) => {
+                let kvmasters = settings.kvmasters.clone();
+                Feed::Bus(FeedKeeper::new(url.clone(), kvmasters, &settings.name, Arc::clone(&index)))
+            }
             None => Feed::Direct(Followers::new(Arc::clone(&index))),
         };
         // Ids of an earlier life of the same router must not come again.

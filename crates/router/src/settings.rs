@@ -19,6 +19,8 @@ pub struct RouterSettings {
     pub admin_listen: String,
     /// Where KV events come from; without it the router follows each worker's ledger itself.
     pub nats_url: Option<String>,
+    /// `host:port` of KV masters, which a new index asks before it asks every worker.
+    pub kvmasters: Vec<String>,
     /// API keys, one a line: `name:sha256hex[:cache_salt]`. Without it everybody may ask.
     pub api_keys_file: Option<PathBuf>,
     /// Most bytes of the index.
@@ -45,6 +47,7 @@ impl Default for RouterSettings {
             grpc_listen: "127.0.0.1:0".to_owned(),
             admin_listen: "127.0.0.1:0".to_owned(),
             nats_url: None,
+            kvmasters: Vec::new(),
             api_keys_file: None,
             index_byte_budget_bytes: 256 * 1024 * 1024,
             default_deadline_ms: 600_000,

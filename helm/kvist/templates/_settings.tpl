@@ -41,6 +41,9 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- if .Values.tls.enabled -}}
 {{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
 {{- end -}}
+{{- if .Values.kvmaster.enabled -}}
+{{- $_ := set $own "kvmasters" (list (include "kvist.kvmasterAddress" .)) -}}
+{{- end -}}
 {{- if .Values.router.apiKeys.existingSecret -}}
 {{- $_ := set $own "api_keys_file" (printf "/etc/kvist-api-keys/%s" .Values.router.apiKeys.key) -}}
 {{- end -}}

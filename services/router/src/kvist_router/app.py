@@ -64,6 +64,7 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
     }
     if settings.bus.urls:
         core["nats_url"] = ",".join(settings.bus.urls)
+        core["kvmasters"] = list(settings.kvmasters)
     if settings.api_keys_file is not None:
         core["api_keys_file"] = str(settings.api_keys_file)
     return core

@@ -29,6 +29,8 @@ class RouterSettings(Settings):
     """Where the last good cluster state is kept, so that a restart needs no controller."""
     bus: BusSettings = BusSettings()
     """Where KV events come from; without it the router steers by load alone."""
+    kvmasters: tuple[str, ...] = ()
+    """`host:port` of KV masters, which a new router asks for the index before it asks every worker."""
     api_keys_file: Path | None = None
     """API keys, one a line: `name:sha256hex[:cache_salt]`. Without it everybody may ask."""
     index_byte_budget: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)

@@ -274,9 +274,12 @@ class EmbeddedCluster:
         )
 
     def _router_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        # At the first start there is no index to begin from, and the KV master starts beside the router.
+        kvmaster = self.addresses.get("kvmaster")
         return self._service(
             "router",
             {
+                **({"kvmasters": kvmaster} if kvmaster else {}),
                 "http_listen": announced.get("http_address", self._spec.http_listen),
                 "grpc_listen": announced.get("grpc_address", self._spec.grpc_listen),
                 "controllers": self.addresses["controller"],
