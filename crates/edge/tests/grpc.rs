@@ -16,6 +16,7 @@ use kvist_proto::{
         router_service_client::RouterServiceClient,
     },
 };
+use kvist_router::RouterSettings;
 use support::*;
 use tonic::transport::Channel;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
@@ -127,6 +128,32 @@ async fn a_worker_that_a_state_leaves_out_for_a_moment_keeps_its_requests() {
         }
     }
     assert_eq!(("begun, ended", true), (answer.as_str(), has_ended));
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_waits_for_the_first_target_of_a_router_that_has_just_started() {
+    let worker = TestWorker::start(0, Script::Answer("x")).await;
+    let startup_wait_ms = u64::try_from(TIME_LIMIT.as_millis()).unwrap();
+    let router = kvist_edge::RouterProcess::start(RouterSettings { startup_wait_ms, ..settings() }).await.unwrap();
+    let mut client = RouterServiceClient::new(channel(&router).await);
+    let asked = tokio::spawn(async move {
+        let mut messages = client.generate(request("x", "")).await?.into_inner();
+        let mut has_ended = false;
+        while let Some(message) = messages.message().await? {
+            has_ended = matches!(message.event, Some(Event::Finished(_)));
+        }
+        Ok::<_, tonic::Status>(has_ended)
+    });
+    // Neither before the first state, nor before the first connection, nor for an unknown model is it the same.
+    until("the request is there", || router.core().active_requests() == 1).await;
+    assert!(router.apply_cluster_state(&cluster_state(1, &[])).unwrap());
+    let mut other = RouterServiceClient::new(channel(&router).await);
+    let unknown = wire::GenerateRequest { model: "nobody".to_owned(), ..request("x", "") };
+    let status = limited(other.generate(unknown)).await.unwrap_err();
+    assert_eq!(Code::UnknownModel, from_status(&status).code);
+    assert!(router.apply_cluster_state(&cluster_state(2, &[&worker])).unwrap());
+    assert!(limited(asked).await.unwrap().unwrap());
     router.stop().await;
 }
 

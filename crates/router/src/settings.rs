@@ -27,6 +27,9 @@ pub struct RouterSettings {
     pub index_byte_budget_bytes: u64,
     /// Time a request may take when its client states none.
     pub default_deadline_ms: u64,
+    /// After the start, requests wait until this time for the first target of their model instead of being refused:
+    /// known workers are still being connected to.
+    pub startup_wait_ms: u64,
     /// Largest HTTP body.
     pub body_limit_bytes: usize,
     /// Time without an event after which a stream gets a comment line.
@@ -51,6 +54,7 @@ impl Default for RouterSettings {
             api_keys_file: None,
             index_byte_budget_bytes: 256 * 1024 * 1024,
             default_deadline_ms: 600_000,
+            startup_wait_ms: 5_000,
             body_limit_bytes: 32 * 1024 * 1024,
             keep_alive_interval_ms: 10_000,
             text_threads: 0,

@@ -287,7 +287,8 @@ pub async fn router(settings: RouterSettings, workers: &[&TestWorker]) -> Router
 }
 
 pub fn settings() -> RouterSettings {
-    RouterSettings { name: "r1".to_owned(), ..RouterSettings::default() }
+    // What is not there is refused at once, so that tests need not wait.
+    RouterSettings { name: "r1".to_owned(), startup_wait_ms: 0, ..RouterSettings::default() }
 }
 
 /// An answer with its body read.

@@ -59,6 +59,7 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "admin_listen": settings.telemetry.admin_listen,
         "index_byte_budget_bytes": settings.index_byte_budget,
         "default_deadline_ms": int(settings.default_deadline_seconds * 1000),
+        "startup_wait_ms": int(settings.startup_wait_seconds * 1000),
         "body_limit_bytes": settings.body_limit_bytes,
         "text_threads": settings.text_threads,
     }

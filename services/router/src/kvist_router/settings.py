@@ -37,6 +37,8 @@ class RouterSettings(Settings):
     """Most bytes of the index."""
     default_deadline_seconds: float = Field(default=600.0, gt=0, le=86_400)
     """Time a request may take when its client states none."""
+    startup_wait_seconds: float = Field(default=5.0, ge=0, le=600)
+    """For so long after the start, requests wait for the first target of their model instead of being refused."""
     body_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Largest HTTP body."""
     drain_seconds: float = Field(default=30.0, ge=0, le=3_600)
