@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 from perf.load import Sample, drive, request_bytes
 from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
 from perf.mesh import Mesh, running_mesh
+from perf.placement import Placement, placement, usable_cores
 from perf.processes import ProcessFailedError
 from perf.sse import WrongAnswerError
 from perf.summary import percentile, spreads
@@ -74,8 +76,8 @@ ROWS = (
     Row("1 token", "sim", 256, 1, 2400, 700.0),
     Row("64 tokens", "sim", 256, 64, 960, 1500.0),
     Row("256 tokens", "sim", 256, 256, 320, 3500.0),
-    Row("64 tokens, paced", "sim-paced", 256, 64, 480, 1500.0),
-    Row("256 tokens, paced", "sim-paced", 256, 256, 128, 3500.0),
+    Row("64 tokens, paced", "sim-paced", 256, 64, 480),
+    Row("256 tokens, paced", "sim-paced", 256, 256, 128),
     Row("64 tokens, long prompt", "sim", 8000, 64, 320),
 )
 
@@ -147,12 +149,16 @@ async def measure(mesh: Mesh, row: Row, *, concurrency: int, share: float, seed:
     }
 
 
-async def measure_all(rows: Sequence[Row], *, repetitions: int, concurrency: int, share: float, log: Console) -> Any:
+async def measure_all(
+    rows: Sequence[Row], *, repetitions: int, concurrency: int, share: float, cores: Placement, log: Console
+) -> Any:
     """All rows, interleaved, so that what the machine does meanwhile meets all of them."""
+    # Inherited by all processes but the router, which gets its own.
+    os.sched_setaffinity(0, cores.others)
     figures: dict[str, list[dict[str, float]]] = {row.name: [] for row in rows}
     models = {model: ENGINE_ARGUMENTS | arguments for model, arguments in MODELS.items()}
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
-        async with running_mesh(models, folder=Path(folder)) as mesh:
+        async with running_mesh(models, folder=Path(folder), cores=cores) as mesh:
             for repetition, row in itertools.product(range(repetitions), rows):
                 log.print(f"repetition {repetition + 1} of {repetitions}: {row.name}", style="dim")
                 found = await measure(mesh, row, concurrency=concurrency, share=share, seed=repetition)
@@ -213,6 +219,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer requests and repetitions; keeps no result")
     parser.add_argument("--repetitions", type=int, help=f"repetitions of each row (default: {REPETITIONS})")
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="requests at once (default: %(default)s)")
+    parser.add_argument("--shared-cores", action="store_true", help="let the router share its cores; keeps no result")
     parser.add_argument("--only", metavar="TEXT", default="", help="only rows whose name holds this; keeps no result")
     parser.add_argument("--output", type=Path, help=f"where the result is kept (default: results/{BENCHMARK}.json)")
     return parser.parse_args()
@@ -222,16 +229,22 @@ def main() -> int:
     """Measures, prints and keeps. Returns 1 when a limit is not met, 2 when nothing could be measured."""
     flags = arguments()
     log = Console(stderr=True)
-    rows = [row for row in ROWS if flags.only in row.name]
+    rows = [row for row in ROWS if flags.only in f"{row.name} {row.model}."]
     repetitions = flags.repetitions or (QUICK_REPETITIONS if flags.quick else REPETITIONS)
+    cores = placement(usable_cores(), is_shared=flags.shared_cores)
     try:
-        facts = {"build": build_facts(), "machine": machine_facts()}
+        facts = {
+            "build": build_facts(),
+            "machine": machine_facts()
+            | {"router_cores": len(cores.router), "are_cores_shared": cores.router == cores.others},
+        }
         figures = asyncio.run(
             measure_all(
                 rows,
                 repetitions=repetitions,
                 concurrency=flags.concurrency,
                 share=QUICK_SHARE if flags.quick else 1.0,
+                cores=cores,
                 log=log,
             )
         )
@@ -243,7 +256,8 @@ def main() -> int:
         return 2
     result = result_of(rows, figures, concurrency=flags.concurrency, facts=facts)
     Console(width=None if sys.stdout.isatty() else 160).print(table_of(result))
-    path = flags.output or (None if flags.quick or flags.only else ROOT / "results" / f"{BENCHMARK}.json")
+    is_partial = flags.quick or flags.only or flags.shared_cores
+    path = flags.output or (None if is_partial else ROOT / "results" / f"{BENCHMARK}.json")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")

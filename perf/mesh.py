@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
+from perf.placement import Placement
 from perf.processes import Process
 
 from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion, Model, Pool, WorkerEntry
@@ -46,12 +47,15 @@ class Mesh:
 
 
 @contextlib.asynccontextmanager
-async def running_mesh(models: Mapping[str, Mapping[str, Any]], *, folder: Path) -> AsyncIterator[Mesh]:
+async def running_mesh(
+    models: Mapping[str, Mapping[str, Any]], *, folder: Path, cores: Placement
+) -> AsyncIterator[Mesh]:
     """Runs a mesh as it is in production: the router's index is fed over NATS, and its log is written.
 
     Args:
         models: Arguments of the simulated engine for each model.
         folder: Where logs and ready files go.
+        cores: Which cores run what. Whoever calls has to keep to its own.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -70,7 +74,7 @@ async def running_mesh(models: Mapping[str, Mapping[str, Any]], *, folder: Path)
         await start(relay)
         state_path = folder / "cluster-state.json"
         state_path.write_text(json_format.MessageToJson(_cluster_state(addresses)))
-        router = _router(state_path, nats_url, folder)
+        router = _router(state_path, nats_url, folder, cores)
         announced = await start(router)
         mesh = Mesh(router, workers, (nats, relay), announced["http_address"])
         await _until_ready(mesh, announced["admin_address"], exact_sources=len(models))
@@ -112,11 +116,11 @@ def _relay(addresses: Mapping[str, Mapping[str, Any]], nats_url: str, folder: Pa
     return Process("relay", [sys.executable, "-m", "perf.relay_process", settings, workers, "{ready}"], folder=folder)
 
 
-def _router(state_path: Path, nats_url: str, folder: Path) -> Process:
+def _router(state_path: Path, nats_url: str, folder: Path, cores: Placement) -> Process:
     command = [sys.executable, "-m", "kvist_router", "--ready-file", "{ready}"]
     for setting in (f"cluster_state_file={state_path}", f"bus.urls={nats_url}", "drain_seconds=1"):
         command += ["--set", setting]
-    return Process("router", command, folder=folder)
+    return Process("router", command, folder=folder, cores=cores.router)
 
 
 def _cluster_state(addresses: Mapping[str, Mapping[str, Any]]) -> ClusterState:

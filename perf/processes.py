@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,13 @@ class Process:
     """One child. Its output goes to a file."""
 
     def __init__(
-        self, name: str, command: Sequence[str], *, folder: Path, ready_path: Callable[[int], Path] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        cores: AbstractSet[int] = frozenset(),
+        ready_path: Callable[[int], Path] | None = None,
     ) -> None:
         """A process that has not started.
 
@@ -32,9 +40,11 @@ class Process:
             name: Name of its log and of its ready file.
             command: Program and arguments, in which `{ready}` stands for the path of the ready file.
             folder: Where its files go.
+            cores: Where it may run; empty for anywhere.
             ready_path: Ready file by process id, for programs that name it themselves.
         """
         self.name = name
+        self._cores = cores
         own_path = folder / f"{name}.ready.json"
         self._ready_path = ready_path or (lambda _process_id: own_path)
         self._command = [part.replace("{ready}", str(own_path)) for part in command]
@@ -63,6 +73,9 @@ class Process:
                 # Ctrl-C reaches the benchmark alone, which ends its children in order.
                 start_new_session=True,
             )
+        if self._cores:
+            # Its threads inherit this: Python has not got as far as starting one.
+            os.sched_setaffinity(self.process_id, self._cores)
         path = self._ready_path(self.process_id)
         deadline = time.monotonic() + START_TIME_LIMIT_SECONDS
         while (announced := _read(path)) is None:
