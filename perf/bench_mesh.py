@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -82,11 +83,12 @@ ROWS = (
 )
 
 
-def requests_of(row: Row, address: str, count: int, *, seed: int) -> Iterator[bytes]:
+def requests_of(row: Row, address: str, count: int, *, seed: str) -> Iterator[bytes]:
     """Requests whose prompts share their first half, as those of one application do."""
     words = (row.prompt_tokens - TEMPLATE_TOKENS) // 2
     system = " ".join(random.Random(row.prompt_tokens).choices(WORDS, k=words))
-    chance = random.Random(seed)
+    # Of the row as well: what another row has asked would be in the cache.
+    chance = random.Random(f"{row.name} {seed}")
     for _ in range(count):
         question = " ".join(chance.choices(WORDS, k=words))
         yield request_bytes(address, model=row.model, system=system, question=question, max_tokens=row.max_tokens)
@@ -109,15 +111,17 @@ def check(row: Row, samples: Sequence[Sample], *, count: int) -> None:
             raise WrongAnswerError(f"{row.name}: {answer.events} events for {row.max_tokens} tokens")
 
 
-async def measure(mesh: Mesh, row: Row, *, concurrency: int, share: float, seed: int) -> dict[str, float]:
+async def measure(mesh: Mesh, row: Row, *, concurrency: int, share: float, repetition: int) -> dict[str, float]:
     """One repetition of a row: warm-up, then a fixed number of requests from the first to the last."""
     address = mesh.http_address
     warm_up = max(concurrency, int(row.requests * share / 4))
-    samples = await drive(address, requests_of(row, address, warm_up, seed=~seed), concurrency=concurrency)
+    samples = await drive(
+        address, requests_of(row, address, warm_up, seed=f"warm-up {repetition}"), concurrency=concurrency
+    )
     check(row, samples, count=warm_up)
     count = max(concurrency, int(row.requests * share))
     # Made beforehand: a client that is busy with random numbers is slower than what it measures.
-    requests = list(requests_of(row, address, count, seed=seed))
+    requests = list(requests_of(row, address, count, seed=str(repetition)))
     await asyncio.sleep(SETTLE_SECONDS)
     worker = mesh.workers[row.model]
     router_before, worker_before, client_before = mesh.router.cpu_seconds(), worker.cpu_seconds(), time.process_time()
@@ -161,7 +165,7 @@ async def measure_all(
         async with running_mesh(models, folder=Path(folder), cores=cores) as mesh:
             for repetition, row in itertools.product(range(repetitions), rows):
                 log.print(f"repetition {repetition + 1} of {repetitions}: {row.name}", style="dim")
-                found = await measure(mesh, row, concurrency=concurrency, share=share, seed=repetition)
+                found = await measure(mesh, row, concurrency=concurrency, share=share, repetition=repetition)
                 figures[row.name].append(found)
     return figures
 
@@ -266,6 +270,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # However it is ended, it ends its children.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(main())
     sys.exit(130)

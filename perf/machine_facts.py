@@ -36,10 +36,10 @@ def build_facts() -> dict[str, Any]:
     """The code: commit, profile, and the digest of the extension.
 
     Raises:
-        DevelopmentBuildError: The extension was built in place, as only development builds are.
+        DevelopmentBuildError: The extension lies in the checkout, as only development builds do.
     """
     extension = Path(_core.__file__ or "")
-    if extension.is_relative_to(ROOT / "python"):
+    if not extension.is_relative_to(sys.prefix):
         raise DevelopmentBuildError(str(extension))
     return {
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
@@ -48,7 +48,6 @@ def build_facts() -> dict[str, Any]:
         "profile": "release",
         "extension_sha256": hashlib.sha256(extension.read_bytes()).hexdigest(),
         "extension_bytes": extension.stat().st_size,
-        "python_prefix": Path(sys.prefix).name,
     }
 
 
