@@ -17,6 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from perf.load import Sample, drive, request_bytes
 from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
 from perf.mesh import Mesh, running_mesh
@@ -24,8 +27,6 @@ from perf.placement import Placement, placement, usable_cores
 from perf.processes import ProcessFailedError
 from perf.sse import WrongAnswerError
 from perf.summary import percentile, spreads
-from rich.console import Console
-from rich.table import Table
 
 BENCHMARK = "bench-mesh"
 CONCURRENCY = 32

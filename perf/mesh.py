@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
-from perf.placement import Placement
-from perf.processes import Process
 
 from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion, Model, Pool, WorkerEntry
 from kvist.router.v1.router_pb2 import Target
+from perf.placement import Placement
+from perf.processes import Process
 
 CLUSTER = "bench"
 HASH_SEED = 7

@@ -1,6 +1,7 @@
 """The router has cores of its own."""
 
 import pytest
+
 from perf.placement import Placement, placement
 
 

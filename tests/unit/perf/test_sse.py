@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from perf.sse import Answer, WrongAnswerError, parse_answer, unchunk
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

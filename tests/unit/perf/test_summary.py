@@ -1,6 +1,7 @@
 """Percentiles and spreads."""
 
 import pytest
+
 from perf.summary import Spread, percentile, spread, spreads
 
 

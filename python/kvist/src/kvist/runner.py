@@ -103,10 +103,14 @@ def _serve(
     service: str, loaded: Loaded[_S], main: Callable[[Process[_S]], Awaitable[None]], *, ready_path: Path | None
 ) -> int:
     section = getattr(loaded.settings, "telemetry", None)
+    # Processes that are told apart by name have such a setting.
+    instance = str(getattr(loaded.settings, "name", ""))
     telemetry.configure_logging(
-        section if isinstance(section, TelemetrySettings) else TelemetrySettings(), service=service
+        section if isinstance(section, TelemetrySettings) else TelemetrySettings(),
+        service=f"kvist-{service}",
+        instance=instance,
     )
-    telemetry.start_tracing(service=f"kvist-{service}")
+    telemetry.start_tracing(service=f"kvist-{service}", instance=instance)
     log = telemetry.logger("kvist")
     process = Process(
         settings=loaded.settings,

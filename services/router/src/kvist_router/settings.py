@@ -28,7 +28,7 @@ class RouterSettings(Settings):
     last_state_file: Path | None = None
     """Where the last good cluster state is kept, so that a restart needs no controller."""
     bus: BusSettings = BusSettings()
-    """Where KV events come from; without it the router steers by load alone."""
+    """Where KV events come from; without it the router follows each worker's ledger itself."""
     kvmasters: tuple[str, ...] = ()
     """`host:port` of KV masters, which a new router asks for the index before it asks every worker."""
     api_keys_file: Path | None = None
