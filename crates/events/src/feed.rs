@@ -3,11 +3,7 @@
 //! One task owns everything that is known of sources, so nothing here needs an order of locks; look-ups go to the index
 //! directly and never wait for this task.
 
-use std::{
-    collections::HashMap,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_nats::Message;
 use futures::{FutureExt as _, StreamExt as _};
@@ -285,8 +281,7 @@ impl Worker {
     }
 
     fn now(&self) -> Moment {
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Moment { since_start: self.started.elapsed(), unix_nanos: u64::try_from(unix.as_nanos()).unwrap_or(u64::MAX) }
+        Moment { since_start: self.started.elapsed(), unix_nanos: kvist_telemetry::now_unix_nanos() }
     }
 
     fn event_message(&mut self, message: &Message) {

@@ -24,6 +24,7 @@ from kvist import settings as settings_module
 from kvist import telemetry
 from kvist.admin import Readiness
 from kvist.atomic_file import write_atomically
+from kvist.quick_end import skip_last_collection
 from kvist.settings import Loaded, Settings, SettingsError, TelemetrySettings
 
 EXIT_OK = 0
@@ -102,6 +103,7 @@ def run(
 def _serve(
     service: str, loaded: Loaded[_S], main: Callable[[Process[_S]], Awaitable[None]], *, ready_path: Path | None
 ) -> int:
+    skip_last_collection()
     section = getattr(loaded.settings, "telemetry", None)
     # Processes that are told apart by name have such a setting.
     instance = str(getattr(loaded.settings, "name", ""))
