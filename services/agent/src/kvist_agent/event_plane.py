@@ -7,12 +7,11 @@ keeps; until it is known, tombstones wait.
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
 from kvist import _core
-from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY, WorkerStatus
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY
 from kvist.bus import Bus
 from kvist.errors import core_errors
 from kvist.events.v1.events_pb2 import Tombstone
@@ -98,11 +97,11 @@ class EventPlane:
             runtime.close()
 
 
-def relayed_workers(statuses: Iterable[WorkerStatus]) -> str:
+def relayed_workers(slots: WorkerSlots) -> str:
     """The relay's input: every worker that answers, refused ones included, since their ledgers are true as well."""
     workers = [
-        {"uid": status.spec.worker_uid, "address": status.address}
-        for status in statuses
+        {"uid": status.spec.worker_uid, "address": slots.slot(status.spec.worker_uid).local_address}
+        for status in slots.statuses()
         if status.phase in {WORKER_PHASE_READY, WORKER_PHASE_DRAINING} and status.address
     ]
     return json.dumps(workers)
@@ -113,7 +112,7 @@ async def _feed(relay: _core.Relay, slots: WorkerSlots) -> None:
     sent = ""
     while True:
         number = slots.changes.number
-        workers = relayed_workers(slots.statuses())
+        workers = relayed_workers(slots)
         if workers != sent:
             with core_errors():
                 await asyncio.to_thread(relay.set_workers, workers)

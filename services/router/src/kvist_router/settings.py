@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from kvist.settings import BusSettings, Settings, TelemetrySettings, is_loopback, split_address
+from kvist.settings import BusSettings, Settings, TelemetrySettings, check_plain_text, split_address
 
 
 class RouterSettings(Settings):
@@ -61,6 +61,5 @@ class RouterSettings(Settings):
         if bool(self.controllers) == (self.cluster_state_file is not None):
             raise ValueError("give either controllers or cluster_state_file")
         for address in (self.http_listen, self.grpc_listen):
-            if not self.insecure and not is_loopback(split_address(address)[0]):
-                raise ValueError(f"{address} is not loopback: say `insecure: true`, or put a TLS proxy before it")
+            check_plain_text(address, insecure=self.insecure)
         return self
