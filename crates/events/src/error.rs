@@ -15,6 +15,14 @@ pub enum EventsError {
     /// The bus refuses the connection's settings: correct them. A bus that is merely away is no error.
     #[error("the bus cannot be used: {0}")]
     Bus(String),
+    /// A file of the bus's settings cannot be used: correct the setting or the file.
+    #[error("{field} {reason}")]
+    File {
+        /// Which setting.
+        field: &'static str,
+        /// What is wrong with the file.
+        reason: String,
+    },
     /// A statement cannot be understood; its source is fetched anew.
     #[error("malformed statement: {0}")]
     Malformed(&'static str),

@@ -124,11 +124,8 @@ impl RouterCore {
         let pool = Arc::new(TextPool::new(settings.text_threads));
         let mut link_settings = LinkSettings::new(settings.name.as_str());
         link_settings.request_buffer_tokens = settings.request_buffer_tokens;
-        let feed = match &settings.nats_url {
-            Some(url) => {
-                let kvmasters = settings.kvmasters.clone();
-                Feed::Bus(FeedKeeper::new(url.clone(), kvmasters, &settings.name, Arc::clone(&index)))
-            }
+        let feed = match settings.bus() {
+            Some(bus) => Feed::Bus(FeedKeeper::new(bus, settings.kvmasters.clone(), Arc::clone(&index))),
             None => Feed::Direct(Followers::new(Arc::clone(&index))),
         };
         // Ids of an earlier life of the same router must not come again.

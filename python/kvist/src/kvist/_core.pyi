@@ -36,6 +36,17 @@ class EngineHost:
     def failed(self, reason: str) -> None:
         """The engine is broken: nothing new is taken and what runs fails. The reason is for the log."""
 
+class NatsCredentials:
+    """A user's credentials at NATS."""
+
+    def __new__(cls, text: str) -> Self:
+        """Reads the text of a credentials file."""
+    @property
+    def jwt(self) -> str:
+        """The token."""
+    def sign(self, nonce: bytes) -> bytes:
+        """Signs what the server has made up."""
+
 class RequestSink:
     """Where the events of one request go. Dropped before its end, the request fails."""
 

@@ -63,6 +63,8 @@ def core_settings(settings: KvMasterSettings) -> dict[str, object]:
     }
     if settings.bus.credentials_file is not None:
         core["credentials_file"] = str(settings.bus.credentials_file)
+    if settings.bus.tls_ca_file is not None:
+        core["tls_ca_file"] = str(settings.bus.tls_ca_file)
     return core
 
 

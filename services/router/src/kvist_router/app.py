@@ -66,6 +66,11 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
     if settings.bus.urls:
         core["nats_url"] = ",".join(settings.bus.urls)
         core["kvmasters"] = list(settings.kvmasters)
+        core |= {
+            f"nats_{name}": str(path)
+            for name in ("credentials_file", "tls_ca_file")
+            if (path := getattr(settings.bus, name)) is not None
+        }
     if settings.api_keys_file is not None:
         core["api_keys_file"] = str(settings.api_keys_file)
     return core
