@@ -212,6 +212,19 @@ async def test_a_worker_that_froze_while_the_agent_was_away_is_started_again(nod
         assert second.dead_incarnation == first.description.incarnation
 
 
+async def test_a_frozen_worker_does_not_hold_up_its_end(node: Node) -> None:
+    node.settings = WorkerSettings(liveness_interval_seconds=0.1, liveness_time_limit_seconds=0.4, liveness_failures=2)
+    async with node.run() as slots:
+        slots.assign([spec()], fence=1)
+        first = await until_ready(slots)
+        os.kill(first.process_id, signal.SIGSTOP)
+        slots.stop("w-0", fence=1)
+        # Far below the half minute of a drain.
+        async with asyncio.timeout(15):
+            await until(slots, lambda statuses: not statuses)
+        assert not psutil.pid_exists(first.process_id)
+
+
 async def test_a_worker_listens_and_is_advertised_where_the_settings_say(node: Node) -> None:
     node.settings = WorkerSettings(listen_host="0.0.0.0", insecure=True)  # noqa: S104  The point.
     node.advertised_host = "node-a.example"

@@ -252,7 +252,12 @@ class WorkerSlot:
                         self._write(spec=self._wanted)
                         self._context.changed()
                         continue
-                    await self._end_process()
+                    async with _task(self._end_process()) as ending:
+                        await asyncio.wait({ending, life}, return_when=asyncio.FIRST_COMPLETED)
+                        if not ending.done():
+                            # A frozen worker would use up the whole time of its drain.
+                            process.signal(signal.SIGKILL)
+                        await ending
                     await death
                     return _INTENDED, 0.0
 
