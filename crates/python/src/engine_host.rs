@@ -1,5 +1,7 @@
 //! What a Python engine is given: its ledger, its place to report load, and a sink for each request.
 
+#![expect(clippy::too_many_arguments, reason = "keywords in Python; the functions that PyO3 makes are meant")]
+
 use std::time::Duration;
 
 use kvist_blocks::BlockHash;
@@ -36,7 +38,6 @@ impl Host {
     }
 
     /// Blocks are in the cache from here on, each the parent of the next.
-    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     #[pyo3(signature = (rank, engine_hashes, parent, tokens, adapter="", cache_salt=""))]
     fn stored(
         &self,
@@ -146,7 +147,6 @@ impl Sink {
 
     /// The request failed, with a code of the catalogue and a public text.
     #[pyo3(signature = (code, message, not_started=false, retry_after_ms=None, fields=Vec::new()))]
-    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn failed(
         &self,
         py: Python<'_>,

@@ -77,7 +77,12 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
   "controllers" (list (include "kvist.controllerAddress" .))
   "grpc" (include "kvist.listen" (dict "root" . "port" 7300 "canServeTls" true) | fromYaml)
   "bus" (include "kvist.bus" . | fromYaml)
-  "workers" (dict "command" (list "python" "/etc/kvist-worker/start_worker.py") "stop_on_exit" true)
+  "workers" (dict
+    "command" (list "python" "/etc/kvist-worker/start_worker.py")
+    "stop_on_exit" true
+    "listen_host" (trimAll "[]" .Values.listenHost)
+    "insecure" true
+  )
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
 {{- if .Values.tls.enabled -}}
@@ -86,7 +91,7 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- mergeOverwrite (deepCopy .Values.agent.settings) $own | toYaml -}}
 {{- end -}}
 
-{{/* What all workers share. Their addresses depend on the pod, so start_worker.py adds them. */}}
+{{/* What all workers share; start_worker.py lays what the agent says over it. */}}
 {{- define "kvist.worker.settings" -}}
 {{- mergeOverwrite (deepCopy .Values.worker.settings) (dict "telemetry" (deepCopy .Values.telemetry)) | toPrettyJson -}}
 {{- end -}}
