@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,20 +12,13 @@ from kvist.events.v1.events_pb2 import Tombstone
 from kvist.grpc import open_channel
 from kvist_agent.inventory import read_inventory
 from kvist_agent.session import ControllerSession, Introduction
-from kvist_agent.slot_files import SlotFolder, StateFolder
+from kvist_agent.slot_files import StateFolder
 from kvist_agent.slots import WorkerSlots
 from kvist_agent.worker_client import GrpcWorkerClient
 from support.control_plane import ClusterReader, control_plane, manifest
+from support.fake_worker_command import fake_worker_command
 
-FAKE_WORKER = Path(__file__).parents[1] / "support" / "fake_worker.py"
 LIMIT_SECONDS = 40
-
-
-def command(folder: SlotFolder) -> list[str]:
-    return [
-        sys.executable, str(FAKE_WORKER),
-        "--settings-file", str(folder.settings_path), "--ready-file", str(folder.ready_path),
-    ]  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -43,7 +35,7 @@ async def agent_of(root: Path, addresses: list[str]) -> AsyncIterator[WorkerSlot
             WorkerSlots(
                 folder,
                 node_uid=inventory.node_uid,
-                command=command,
+                command=fake_worker_command,
                 client=GrpcWorkerClient(),
                 publish_tombstone=publish,
             )

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -22,19 +21,12 @@ from kvist.errors import PreconditionError
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist_agent.event_plane import relayed_workers
 from kvist_agent.settings import WorkerSettings
-from kvist_agent.slot_files import SlotFolder, StateFolder
+from kvist_agent.slot_files import StateFolder
 from kvist_agent.slots import WorkerSlots
 from kvist_agent.worker_client import GrpcWorkerClient
+from support.fake_worker_command import fake_worker_command
 
-FAKE_WORKER = Path(__file__).parents[1] / "support" / "fake_worker.py"
 LIMIT_SECONDS = 40
-
-
-def command(folder: SlotFolder) -> list[str]:
-    return [
-        sys.executable, str(FAKE_WORKER),
-        "--settings-file", str(folder.settings_path), "--ready-file", str(folder.ready_path),
-    ]  # fmt: skip
 
 
 def spec(uid: str = "w-0", **arguments: object) -> WorkerSpec:
@@ -60,7 +52,7 @@ class Node:
         async with WorkerSlots(
             self.folder,
             node_uid="node-a",
-            command=command,
+            command=fake_worker_command,
             client=GrpcWorkerClient(),
             publish_tombstone=publish,
             settings=self.settings,

@@ -50,17 +50,7 @@ impl Mesh {
             .map(|(uid, _, _, worker)| RelayWorker { uid: (*uid).to_owned(), address: worker.address() })
             .collect();
         self.relay.set_workers(relayed).unwrap();
-        self.feed.set_workers(
-            workers
-                .iter()
-                .map(|(uid, incarnation, ranks, worker)| FeedWorker {
-                    uid: (*uid).into(),
-                    address: worker.address(),
-                    incarnation: Incarnation(*incarnation),
-                    ranks: *ranks,
-                })
-                .collect(),
-        );
+        self.feed.set_workers(feed_workers(workers));
         for (uid, _, _, worker) in workers {
             eventually(&format!("{uid} is relayed"), || worker.followers() > 0).await;
         }
@@ -82,6 +72,18 @@ impl Mesh {
                 && held(&status.tiers) == held(&digest.tiers)
         })
     }
+}
+
+fn feed_workers(workers: &[(&str, u64, u32, &ScriptedWorker)]) -> Vec<FeedWorker> {
+    workers
+        .iter()
+        .map(|(uid, incarnation, ranks, worker)| FeedWorker {
+            uid: (*uid).into(),
+            address: worker.address(),
+            incarnation: Incarnation(*incarnation),
+            ranks: *ranks,
+        })
+        .collect()
 }
 
 fn held(tiers: &[TierDigest]) -> Vec<TierDigest> {
@@ -300,17 +302,7 @@ async fn a_new_index_comes_from_a_kv_master_and_from_the_workers_where_that_fail
         let index = Arc::new(Index::new(IndexSettings { byte_budget: 1 << 30 }));
         let feed = IndexFeed::start(settings, index).await.unwrap();
         eventually("the bus is there", || feed.is_bus_connected()).await;
-        feed.set_workers(
-            named
-                .iter()
-                .map(|(uid, incarnation, ranks, worker)| FeedWorker {
-                    uid: (*uid).into(),
-                    address: worker.address(),
-                    incarnation: Incarnation(*incarnation),
-                    ranks: *ranks,
-                })
-                .collect(),
-        );
+        feed.set_workers(feed_workers(&named));
         eventually("the new index is exact", || is_exact(feed.index())).await;
         assert_eq!((bootstrapped, asked), (feed.stats().bootstrapped_sources, questions() - before));
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvist_worker.engines.llamacpp_tokens import TokenBytes
@@ -31,6 +31,8 @@ def chunks(tokens: list[int]) -> list[tuple[str, int, int]]:
 
 
 @given(st.lists(st.integers(0, len(VOCABULARY) - 1), max_size=12))
+# A token without bytes in the middle of a character.
+@example([5, 7, 3, 7])
 def test_what_is_certain_is_what_was_drawn(tokens: list[int]) -> None:
     vocabulary = TokenBytes(VOCABULARY)
     position = 0

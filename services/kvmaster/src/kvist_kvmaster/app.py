@@ -9,6 +9,7 @@ from kvist import _core
 from kvist.admin import AdminServer
 from kvist.cluster_watch import ClusterWatch
 from kvist.controller.v1.controller_pb2 import ClusterState
+from kvist.core_telemetry import start_core_telemetry
 from kvist.errors import core_errors
 from kvist.grpc import GrpcServer, Registration, open_channel
 from kvist.grpc.client import TlsFiles
@@ -28,16 +29,7 @@ _log = logger(__name__)
 async def main(process: Process[KvMasterSettings]) -> None:
     """Runs a KV master until the process is asked to stop."""
     settings = process.settings
-    _core.init_telemetry(
-        json.dumps(
-            {
-                "service_name": "kvist-kvmaster",
-                "instance": settings.name,
-                "log_format": settings.telemetry.log_format,
-                "log_level": settings.telemetry.log_level,
-            }
-        )
-    )
+    start_core_telemetry(settings.telemetry, service="kvist-kvmaster", instance=settings.name)
     process.readiness.block("cluster_state", "no cluster state was seen yet")
     runtime = _core.Runtime(settings.worker_threads)
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvist import _core
 from kvist.cluster_watch import ClusterWatch
 from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion
+from kvist.core_telemetry import start_core_telemetry
 from kvist.errors import core_errors
 from kvist.grpc import open_channel
 from kvist.grpc.client import TlsFiles
@@ -22,16 +23,7 @@ _log = logger(__name__)
 async def main(process: Process[RouterSettings]) -> None:
     """Runs a router until the process is asked to stop."""
     settings = process.settings
-    _core.init_telemetry(
-        json.dumps(
-            {
-                "service_name": "kvist-router",
-                "instance": settings.name,
-                "log_format": settings.telemetry.log_format,
-                "log_level": settings.telemetry.log_level,
-            }
-        )
-    )
+    start_core_telemetry(settings.telemetry, service="kvist-router", instance=settings.name)
     runtime = _core.Runtime(settings.worker_threads)
     try:
         with core_errors():

@@ -17,6 +17,7 @@ from typing import TypeVar
 import kvist
 from kvist import _core, errors, telemetry
 from kvist.atomic_file import write_atomically
+from kvist.core_telemetry import start_core_telemetry
 from kvist.quick_end import skip_last_collection
 from kvist_worker import engines
 from kvist_worker.settings import WorkerSettings
@@ -53,16 +54,7 @@ def run(settings: WorkerSettings, *, ready_path: Path | None) -> None:
     stop = _Stop()
     stop.install()
     log = telemetry.logger("kvist_worker")
-    _core.init_telemetry(
-        json.dumps(
-            {
-                "service_name": "kvist-worker",
-                "instance": settings.worker_uid,
-                "log_format": settings.telemetry.log_format,
-                "log_level": settings.telemetry.log_level,
-            }
-        )
-    )
+    start_core_telemetry(settings.telemetry, service="kvist-worker", instance=settings.worker_uid)
     runtime = _core.Runtime(settings.runtime_threads)
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="core") as calls:

@@ -8,7 +8,6 @@ import importlib.util
 import platform
 import resource
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from kvist.cli.cluster import look
 from kvist.cli.connection import EXIT_OTHER
 from kvist.cli.output import AsJson, console, print_json
 from kvist.cli.services import SERVICES
-from kvist.embedded.cluster import CannotStartError, nats_server_path
+from kvist.embedded.cluster import CannotStartError, is_free, nats_server_path
 from kvist.embedded.layout import ClusterRecord, Layout
 from kvist.embedded.spec import GIBIBYTE, ClusterSpec
 from kvist.settings import split_address
@@ -160,14 +159,10 @@ def _package(check: str, package: str) -> Finding:
 
 
 def _port(listen: str, flag: str) -> Finding:
-    host, port = split_address(listen)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return Finding(f"port {port}", False, "in use", f"end the program that has it, or kvist up {flag} OTHER")
-    return Finding(f"port {port}", True, "free")
+    check = f"port {split_address(listen)[1]}"
+    if is_free(listen):
+        return Finding(check, True, "free")
+    return Finding(check, False, "in use", f"end the program that has it, or kvist up {flag} OTHER")
 
 
 def _health(name: str, address: str) -> Finding:

@@ -328,16 +328,23 @@ def check_ports(spec: ClusterSpec) -> None:
         CannotStartError: Somebody does.
     """
     for listen, flag in ((spec.http_listen, "--http-port"), (spec.grpc_listen, "--grpc-port")):
-        host, port = split_address(listen)
-        with socket.socket() as probe:
-            # As servers do: a port whose old connections linger is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise CannotStartError(
-                    f"port {port} is in use", hint=f"end the program that has it, or choose another with {flag}"
-                ) from error
+        if not is_free(listen):
+            raise CannotStartError(
+                f"port {split_address(listen)[1]} is in use",
+                hint=f"end the program that has it, or choose another with {flag}",
+            )
+
+
+def is_free(listen: str) -> bool:
+    """Whether a server could listen at an address."""
+    with socket.socket() as probe:
+        # As servers do: a port whose old connections linger is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(split_address(listen))
+        except OSError:
+            return False
+    return True
 
 
 def check_memory(spec: ClusterSpec) -> None:

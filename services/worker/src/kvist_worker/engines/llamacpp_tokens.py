@@ -38,6 +38,7 @@ class TokenBytes:
             if data and not _is_text(data):
                 by_bytes.setdefault(data, []).append(token_id)
         self._by_bytes: Mapping[bytes, list[int]] = by_bytes
+        self._has_silent = any(not data for data in token_bytes)
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -50,10 +51,16 @@ class TokenBytes:
         data = text.encode(errors="replace")
         # A replacement character stands for bytes that were no text: they are lost.
         if count > 1 and "�" not in text and last and data.endswith(last):
-            found = self._splits(data[: len(data) - len(last)], b"", count - 1)
+            held = data[: len(data) - len(last)]
+            found = self._splits(held, b"", count - 1)
             if found:
-                return ChunkTokens((*found[0], last_token), is_certain=len(found) == 1)
+                is_certain = len(found) == 1 and not self._may_hide_silent(held, count - 1)
+                return ChunkTokens((*found[0], last_token), is_certain=is_certain)
         return ChunkTokens((last_token,), is_certain=False)
+
+    def _may_hide_silent(self, held: bytes, count: int) -> bool:
+        """Whether fewer tokens would do, the rest having no bytes: where those stand nobody can tell."""
+        return self._has_silent and any(self._splits(held, b"", fewer) for fewer in range(1, count))
 
     def _splits(self, data: bytes, before: bytes, count: int) -> list[tuple[int, ...]]:
         """At most two ways to write bytes as tokens of which each leaves a character unfinished."""
