@@ -341,7 +341,8 @@ impl Ledger {
         self.take(now, &run, *may_repeat && parent.is_none(), visible);
     }
 
-    /// Takes a run in. One that may be a repetition adds no copies to the blocks at its beginning that are held.
+    /// Takes a run in. One that may be a repetition adds no copies to blocks that are held, also behind one that is
+    /// not: that one's own event may have been unreadable.
     fn take(&mut self, now: u64, run: &Run<'_>, may_repeat: bool, visible: &mut Vec<Event>) {
         let Some(contents) = self.contents(run, visible) else { return };
         let Place { tier, group, is_hint } = run.place;
@@ -362,12 +363,11 @@ impl Ledger {
         let is_run = !run.tokens.is_empty() && !run.has_gaps();
         let mut previous = run.parent.and_then(|parent| self.last_block_of(parent));
         let mut runs = Runs::new(tier, visible);
-        let mut repeats = may_repeat && counts;
         let mut conflict = None;
         let mut learned = Vec::new();
         for (number, (engine_hash, content)) in run.hashes.iter().zip(contents).enumerate() {
             let account = &mut self.tiers[tier.position()];
-            repeats &= account.groups[position].held.contains_key(engine_hash);
+            let repeats = may_repeat && counts && account.groups[position].held.contains_key(engine_hash);
             self.counters.repeated_blocks += u64::from(repeats);
             if matches!(run.keys, BlockKeys::Vouched)
                 && !self.is_vouch_broken
