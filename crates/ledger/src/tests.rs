@@ -138,6 +138,7 @@ impl Model {
 }
 
 proptest! {
+    /// R4, R12, R13, R19.
     #[test]
     fn the_account_is_the_set_of_blocks_with_a_copy(steps in steps(), counting in any::<bool>()) {
         let mut ledger = ledger(1000).counting(counting);
@@ -199,6 +200,7 @@ proptest! {
     }
 }
 
+/// R12.
 #[test]
 fn a_hole_in_the_stream_ends_all_claims() {
     let mut ledger = ledger(10);
@@ -210,6 +212,7 @@ fn a_hole_in_the_stream_ends_all_claims() {
     assert!(ledger.digest().complete);
 }
 
+/// R8.
 #[test]
 fn one_hash_for_two_contents_claims_neither() {
     let mut ledger = ledger(10);
@@ -232,6 +235,7 @@ fn one_hash_for_two_contents_claims_neither() {
     assert_eq!(1, ledger.counters().malformed_events);
 }
 
+/// R4.
 #[test]
 fn a_block_is_removed_with_its_last_copy() {
     let mut ledger = ledger(10);

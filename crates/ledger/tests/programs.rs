@@ -367,6 +367,7 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
+    /// R1, R2, R4, R5, R6, R7, R10, R11, R12, R13, R19.
     #[test]
     fn every_claim_is_held_and_a_complete_account_misses_nothing(
         steps in steps(),
@@ -382,6 +383,7 @@ proptest! {
     }
 
     /// Programs of an engine that says everything: nothing is lost on the way.
+    /// R13.
     #[test]
     fn an_engine_that_says_everything_is_understood_completely(
         steps in steps(),

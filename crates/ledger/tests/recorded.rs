@@ -140,6 +140,7 @@ fn tokens(range: std::ops::RangeInclusive<u32>) -> Vec<u32> {
     range.collect()
 }
 
+/// R1, R4.
 #[test]
 fn frames_of_0_32_give_the_account_that_their_steps_imply() {
     let mut reader = Reader::new(false);
@@ -168,6 +169,7 @@ fn frames_of_0_32_give_the_account_that_their_steps_imply() {
     assert_eq!(expected, counters);
 }
 
+/// R1.
 #[test]
 fn an_adapter_and_a_salt_are_namespaces_of_their_own() {
     let mut reader = Reader::new(false);
@@ -218,6 +220,7 @@ fn frames_of_0_12_give_the_account_that_their_steps_imply_when_no_request_is_sal
     assert_eq!(kvist_ledger::LedgerCounters::default(), reader.ledger.counters());
 }
 
+/// R8.
 #[test]
 fn a_salt_that_the_engine_hides_from_a_caller_who_vouched_ends_all_claims() {
     let mut reader = Reader::new(true);
@@ -234,6 +237,7 @@ fn a_salt_that_the_engine_hides_from_a_caller_who_vouched_ends_all_claims() {
     assert!(!reader.ledger.is_complete());
 }
 
+/// R3.
 #[test]
 fn an_engine_that_hides_its_keys_is_not_believed_without_a_vouch() {
     let mut reader = Reader::new(false);

@@ -67,6 +67,7 @@ fn keys(entries: &[Option<Vec<Field>>]) -> Field {
     Field::List(entries.iter().map(|entry| entry.clone().map_or(Field::Nil, Field::List)).collect())
 }
 
+/// R4.
 #[test]
 fn a_report_of_what_is_held_adds_no_copies() {
     in_all_wires(
@@ -85,6 +86,7 @@ fn a_report_of_what_is_held_adds_no_copies() {
     );
 }
 
+/// R7.
 #[test]
 fn a_block_follows_its_parent_wherever_that_lies() {
     in_all_wires(
@@ -99,6 +101,7 @@ fn a_block_follows_its_parent_wherever_that_lies() {
     );
 }
 
+/// R3.
 #[test]
 fn a_block_of_unknown_parent_makes_the_account_incomplete_for_as_long_as_it_is_held() {
     in_all_wires(
@@ -121,6 +124,7 @@ fn state(engine: &Engine, counter: impl Fn(&LedgerCounters) -> u64) -> (u64, u64
     (counter(&engine.ledger.counters()), engine.ledger.block_count(), engine.ledger.is_complete())
 }
 
+/// R7.
 #[test]
 fn a_placeholder_moves_a_known_block_and_waits_for_an_unknown_one() {
     in_all_wires(
@@ -142,6 +146,7 @@ fn a_placeholder_moves_a_known_block_and_waits_for_an_unknown_one() {
     );
 }
 
+/// R5.
 #[test]
 fn a_block_is_held_when_all_groups_hold_it() {
     in_all_wires(
@@ -170,6 +175,7 @@ fn a_block_is_held_when_all_groups_hold_it() {
     );
 }
 
+/// R5, R7.
 #[test]
 fn a_group_that_speaks_before_its_blocks_are_described_is_understood_afterwards() {
     in_all_wires(
@@ -185,6 +191,7 @@ fn a_group_that_speaks_before_its_blocks_are_described_is_understood_afterwards(
     );
 }
 
+/// R3, R6.
 #[test]
 fn a_block_of_several_units_is_held_as_several_blocks() {
     in_all_wires(
@@ -202,6 +209,7 @@ fn a_block_of_several_units_is_held_as_several_blocks() {
     );
 }
 
+/// R1, R2.
 #[test]
 fn adapters_salts_and_images_keep_prefixes_apart() {
     in_all_wires(
@@ -236,6 +244,7 @@ fn adapters_salts_and_images_keep_prefixes_apart() {
     );
 }
 
+/// R2.
 #[test]
 fn an_image_taints_the_same_block_whatever_the_size_of_the_engines_blocks() {
     let image = |offset| Some(vec![Field::List(vec![Field::text("picture"), Field::Signed(offset)])]);
@@ -253,6 +262,7 @@ fn an_image_taints_the_same_block_whatever_the_size_of_the_engines_blocks() {
     assert_eq!(blocks[0], blocks[1]);
 }
 
+/// R3.
 #[test]
 fn an_adapter_that_only_has_a_number_is_known_by_the_callers_word() {
     let numbered = || with(stored(&[1], None, &[1, 1], 2), "lora_id", Field::Int(4));
@@ -272,6 +282,7 @@ fn an_adapter_that_only_has_a_number_is_known_by_the_callers_word() {
     );
 }
 
+/// R9.
 #[test]
 fn a_medium_without_removals_gives_hints_that_age_and_no_claims() {
     in_all_wires(
@@ -299,6 +310,7 @@ fn a_medium_without_removals_gives_hints_that_age_and_no_claims() {
     );
 }
 
+/// R10.
 #[test]
 fn a_late_clear_ends_the_wait_that_the_order_began() {
     in_all_wires(
@@ -319,6 +331,7 @@ fn a_late_clear_ends_the_wait_that_the_order_began() {
     );
 }
 
+/// R10.
 #[test]
 fn a_clear_of_the_pool_leaves_lower_tiers_unknown() {
     in_all_wires(
@@ -333,6 +346,7 @@ fn a_clear_of_the_pool_leaves_lower_tiers_unknown() {
     );
 }
 
+/// R11.
 #[test]
 fn what_is_refused_costs_that_event_and_is_counted_by_its_reason() {
     in_all_wires(
@@ -366,6 +380,7 @@ fn what_is_refused_costs_that_event_and_is_counted_by_its_reason() {
     );
 }
 
+/// R11.
 #[test]
 fn what_announces_more_than_it_has_is_refused_before_anything_is_allocated() {
     let mut decoder = VllmDecoder::new(VllmSettings::new("pool", HashSeed(3)));

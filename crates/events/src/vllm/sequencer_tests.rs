@@ -181,6 +181,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
+    /// R14, R15, R16.
     #[test]
     fn the_stream_has_no_hole_that_is_not_said_and_ends_where_the_engine_is(steps in steps(), buffer in 1u64..20) {
         let mut world = World::new(buffer);
@@ -200,6 +201,7 @@ fn following(published: u64) -> World {
     world
 }
 
+/// R15.
 #[test]
 fn a_new_engine_that_is_past_the_old_ones_number_is_not_taken_for_it() {
     let mut world = following(3);
@@ -209,6 +211,7 @@ fn a_new_engine_that_is_past_the_old_ones_number_is_not_taken_for_it() {
     assert_eq!(Some((2, 6)), world.last);
 }
 
+/// R15.
 #[test]
 fn a_new_engine_that_has_said_less_is_noticed_by_its_silence() {
     let mut world = following(3);
@@ -217,6 +220,7 @@ fn a_new_engine_that_has_said_less_is_noticed_by_its_silence() {
     assert_eq!((1, None), (world.sequencer.counters.restarts, world.last));
 }
 
+/// R16.
 #[test]
 fn the_loss_of_the_last_batch_is_found_when_nothing_follows() {
     let mut world = following(2);
@@ -227,6 +231,7 @@ fn the_loss_of_the_last_batch_is_found_when_nothing_follows() {
     assert_eq!((Some((1, 2)), 0), (world.last, world.sequencer.counters.losses));
 }
 
+/// R14, R15.
 #[test]
 fn what_the_engine_has_forgotten_is_said_to_be_lost() {
     let mut world = following(2);
@@ -239,6 +244,7 @@ fn what_the_engine_has_forgotten_is_said_to_be_lost() {
     assert_eq!((1, 0), (world.sequencer.counters.losses, world.sequencer.counters.restarts));
 }
 
+/// R17.
 #[test]
 fn a_loss_is_said_when_nobody_answers_and_the_stream_goes_on() {
     let mut world = following(2);
