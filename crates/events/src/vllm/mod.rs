@@ -22,7 +22,7 @@ use kvist_ledger::{
 };
 use parking_lot::Mutex;
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{Notify, mpsc, watch},
     task::JoinHandle,
     time::{Instant, sleep, sleep_until, timeout},
 };
@@ -37,6 +37,8 @@ use crate::worker_channel::retry_delay;
 /// Messages between the sockets and the sequencer; each socket's own buffer adds to them.
 const MESSAGES_ON_THE_WAY: usize = 16;
 const END_OF_ANSWER: u64 = u64::MAX;
+/// A PUB socket that says nothing while so many answers in a row have news is a connection whose other end is gone.
+const MOST_NEWS_WITHOUT_WORD: u32 = 3;
 
 /// Where a rank of an engine publishes, and how patient its reader is.
 #[derive(Clone, Debug)]
@@ -123,17 +125,21 @@ impl VllmReader {
         let (heard, live) = mpsc::channel(MESSAGES_ON_THE_WAY);
         let (answered, answers) = mpsc::channel(MESSAGES_ON_THE_WAY);
         let (asked, questions) = watch::channel(None);
+        let reconnect = Arc::new(Notify::new());
         let work = Work {
             sequencer: Sequencer::new(settings.most_kept_bytes),
             decoder: VllmDecoder::new(settings.engine.clone()),
             is_connected: false,
+            news_without_word: 0,
+            is_news: false,
+            reconnect: Arc::clone(&reconnect),
             settings: Arc::clone(&settings),
             stats: Arc::clone(&stats),
             asked,
             said,
         };
         let tasks = [
-            tokio::spawn(follow(Arc::clone(&settings), heard)),
+            tokio::spawn(follow(Arc::clone(&settings), heard, reconnect)),
             tokio::spawn(ask(settings, questions, answered)),
             tokio::spawn(work.run(live, answers)),
         ];
@@ -181,15 +187,22 @@ enum Heard {
 }
 
 /// Follows the PUB socket for as long as somebody listens.
-async fn follow(settings: Arc<VllmReaderSettings>, heard: mpsc::Sender<Heard>) {
+async fn follow(settings: Arc<VllmReaderSettings>, heard: mpsc::Sender<Heard>, reconnect: Arc<Notify>) {
     let mut attempt = 0;
     while !heard.is_closed() {
-        let mut was_connected = false;
-        if let Err(error) = follow_once(&settings, &heard, &mut was_connected).await {
+        let mut connected_at = None;
+        let ended = tokio::select! {
+            ended = follow_once(&settings, &heard, &mut connected_at) => ended,
+            () = reconnect.notified() => Err(io::ErrorKind::ConnectionAborted.into()),
+        };
+        if let Err(error) = ended {
             tracing::debug!(endpoint = settings.endpoint, %error, "vllm_events_disconnected");
         }
-        if was_connected {
-            attempt = 0;
+        if let Some(connected_at) = connected_at {
+            // One that accepts and hangs up is not hurried.
+            if connected_at.elapsed() > settings.retry_pauses.1 {
+                attempt = 0;
+            }
             if heard.send(Heard::Disconnected).await.is_err() {
                 return;
             }
@@ -202,17 +215,13 @@ async fn follow(settings: Arc<VllmReaderSettings>, heard: mpsc::Sender<Heard>) {
 async fn follow_once(
     settings: &VllmReaderSettings,
     heard: &mpsc::Sender<Heard>,
-    was_connected: &mut bool,
+    connected_at: &mut Option<Instant>,
 ) -> io::Result<()> {
-    let mut connection = Connection::open(
-        &settings.endpoint,
-        Role::Subscriber,
-        most_message_bytes(settings),
-        settings.answer_time_limit,
-    )
-    .await?;
+    let limit = settings.answer_time_limit;
+    let mut connection =
+        Connection::open(&settings.endpoint, Role::Subscriber, most_message_bytes(settings), limit).await?;
     connection.subscribe(&settings.topic).await?;
-    *was_connected = true;
+    *connected_at = Some(Instant::now());
     let mut message = Heard::Connected;
     while heard.send(message).await.is_ok() {
         message = match read(connection.receive().await?) {
@@ -325,6 +334,10 @@ struct Work {
     sequencer: Sequencer,
     decoder: VllmDecoder,
     is_connected: bool,
+    news_without_word: u32,
+    /// The answer that is coming has a batch that was new.
+    is_news: bool,
+    reconnect: Arc<Notify>,
     settings: Arc<VllmReaderSettings>,
     stats: Arc<Mutex<VllmReaderStats>>,
     asked: watch::Sender<Option<Question>>,
@@ -348,11 +361,7 @@ impl Work {
                         patient_until = None;
                     }
                     idle_at = Instant::now() + self.settings.idle_interval;
-                    match answered {
-                        Answered::Batch(number, sequence, payload) => self.sequencer.answered(number, sequence, payload),
-                        Answered::Ended(number) => self.sequencer.answer_ended(number),
-                        Answered::Failed(number) => self.sequencer.answer_failed(number),
-                    }
+                    self.take_answer(answered);
                 }
                 () = sleep_until(idle_at) => {
                     idle_at = Instant::now() + self.settings.idle_interval;
@@ -374,6 +383,25 @@ impl Work {
         }
     }
 
+    fn take_answer(&mut self, answered: Answered) {
+        match answered {
+            Answered::Batch(number, sequence, payload) => {
+                let before = self.sequencer.counters.replayed_batches;
+                self.sequencer.answered(number, sequence, payload);
+                self.is_news |= self.sequencer.counters.replayed_batches > before;
+            }
+            Answered::Ended(number) => {
+                self.sequencer.answer_ended(number);
+                self.news_without_word += u32::from(std::mem::take(&mut self.is_news));
+                if self.news_without_word >= MOST_NEWS_WITHOUT_WORD {
+                    self.news_without_word = 0;
+                    self.reconnect.notify_one();
+                }
+            }
+            Answered::Failed(number) => self.sequencer.answer_failed(number),
+        }
+    }
+
     fn hear(&mut self, heard: Heard) {
         match heard {
             Heard::Connected => {
@@ -381,7 +409,10 @@ impl Work {
                 self.sequencer.connected();
             }
             Heard::Disconnected => self.is_connected = false,
-            Heard::Batch(sequence, payload) => self.sequencer.live(sequence, payload),
+            Heard::Batch(sequence, payload) => {
+                self.news_without_word = 0;
+                self.sequencer.live(sequence, payload);
+            }
             // If it was a batch, the next one shows a gap.
             Heard::Malformed => self.sequencer.counters.malformed_messages += 1,
         }
