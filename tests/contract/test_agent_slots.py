@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from kvist.agent.v1.agent_pb2 import (
 )
 from kvist.errors import PreconditionError
 from kvist.events.v1.events_pb2 import Tombstone
+from kvist_agent.event_plane import relayed_workers
+from kvist_agent.settings import WorkerSettings
 from kvist_agent.slot_files import SlotFolder, StateFolder
 from kvist_agent.slots import WorkerSlots
 from kvist_agent.worker_client import GrpcWorkerClient
@@ -46,6 +49,8 @@ class Node:
     def __init__(self, root: Path) -> None:
         self.folder = StateFolder(root)
         self.tombstones: list[Tombstone] = []
+        self.settings = WorkerSettings()
+        self.advertised_host = ""
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[WorkerSlots]:
@@ -53,7 +58,13 @@ class Node:
             self.tombstones.append(tombstone)
 
         async with WorkerSlots(
-            self.folder, node_uid="node-a", command=command, client=GrpcWorkerClient(), publish_tombstone=publish
+            self.folder,
+            node_uid="node-a",
+            command=command,
+            client=GrpcWorkerClient(),
+            publish_tombstone=publish,
+            settings=self.settings,
+            advertised_host=self.advertised_host,
         ) as slots:
             yield slots
 
@@ -173,6 +184,60 @@ async def test_a_worker_that_is_not_ready_in_time_is_killed(node: Node) -> None:
         slots.assign([slow], fence=1)
         statuses = await until(slots, lambda statuses: "was not ready" in statuses["w-0"].message)
         assert statuses["w-0"].phase == WORKER_PHASE_BACKING_OFF
+
+
+async def test_a_frozen_worker_is_killed_and_started_again(node: Node) -> None:
+    node.settings = WorkerSettings(liveness_interval_seconds=0.1, liveness_time_limit_seconds=0.4, liveness_failures=2)
+    async with node.run() as slots:
+        slots.assign([spec()], fence=1)
+        first = await until_ready(slots)
+        os.kill(first.process_id, signal.SIGSTOP)
+        second = await until_ready(slots, above=first.description.incarnation)
+        assert (second.restarts, second.dead_incarnation) == (1, first.description.incarnation)
+        assert not psutil.pid_exists(first.process_id)
+        assert [(t.incarnation, t.reason) for t in node.tombstones] == [
+            (first.description.incarnation, "did not answer 2 times in a row")
+        ]
+
+
+async def test_a_worker_that_froze_while_the_agent_was_away_is_started_again(node: Node) -> None:
+    node.settings = WorkerSettings(liveness_interval_seconds=0.1, liveness_time_limit_seconds=0.4, liveness_failures=2)
+    async with node.run() as slots:
+        slots.assign([spec()], fence=1)
+        first = await until_ready(slots)
+    os.kill(first.process_id, signal.SIGSTOP)
+    async with node.run() as slots:
+        # Long before the ten minutes that a worker may take to load.
+        second = await until_ready(slots, above=first.description.incarnation)
+        assert second.dead_incarnation == first.description.incarnation
+
+
+async def test_a_frozen_worker_does_not_hold_up_its_end(node: Node) -> None:
+    node.settings = WorkerSettings(liveness_interval_seconds=0.1, liveness_time_limit_seconds=0.4, liveness_failures=2)
+    async with node.run() as slots:
+        slots.assign([spec()], fence=1)
+        first = await until_ready(slots)
+        os.kill(first.process_id, signal.SIGSTOP)
+        slots.stop("w-0", fence=1)
+        # Far below the half minute of a drain.
+        async with asyncio.timeout(15):
+            await until(slots, lambda statuses: not statuses)
+        assert not psutil.pid_exists(first.process_id)
+
+
+async def test_a_worker_listens_and_is_advertised_where_the_settings_say(node: Node) -> None:
+    node.settings = WorkerSettings(listen_host="0.0.0.0", insecure=True)  # noqa: S104  The point.
+    node.advertised_host = "node-a.example"
+    async with node.run() as slots:
+        slots.assign([spec()], fence=1)
+        status = await until_ready(slots)
+        host, _, port = status.address.rpartition(":")
+        assert host == "node-a.example"
+        # The node itself needs no name for its own workers.
+        assert slots.slot("w-0").local_address == f"127.0.0.1:{port}"
+        assert json.loads(relayed_workers(slots)) == [{"uid": "w-0", "address": f"127.0.0.1:{port}"}]
+        told = json.loads(node.folder.slot("w-0").settings_path.read_text())
+        assert (told["grpc_listen"], told["admin_listen"], told["insecure"]) == ("0.0.0.0:0", "0.0.0.0:0", True)
 
 
 async def test_a_lower_fence_is_refused_until_another_cluster_is_entered(node: Node) -> None:

@@ -94,7 +94,11 @@ def test_commands_print_what_programs_can_read(cluster: EmbeddedCluster) -> None
     assert {"READY"} == {worker["phase"] for worker in status["workers"]}
     assert ["sim"] == [item["metadata"]["name"] for item in cluster.json("get", "ms", "-o", "json")["items"]]
     assert 2 == len(cluster.kvist("get", "workers", "-o", "name").split())
-    assert "router-0" in cluster.kvist("config", "show", "router", "--set=controllers=127.0.0.1:1")
+    assert "name: router-0  # default" in cluster.kvist("config", "show", "router", "--set=controllers=127.0.0.1:1")
+    for service in ("router", "controller", "kvmaster", "agent"):
+        shown = cluster.kvist("config", "show", service)
+        assert "  # flag telemetry.admin_listen" in shown
+    assert "worker_uid: sim-" in cluster.kvist("config", "show", "worker")
     assert all(finding["well"] for finding in cluster.json("doctor", "--json")["findings"])
     cluster.kvist("get", "planets", code=2)
     cluster.kvist("get", "ms", "nothing", code=4)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,6 +83,7 @@ def test_nats_may_stop_and_start(cluster: EmbeddedCluster) -> None:
     assert [] == outcome.failures
     ended_at = time.monotonic()
     eventually("all is known exactly", lambda: cluster.kv_is_equal(WORKERS))
+    assert WORKERS == cluster.kvist("kv", "audit").count(" EQUAL at batch ")
     print(f"all exact {time.monotonic() - ended_at:.1f} s after the load's end; {outcome.answered} answered")
 
 
@@ -107,5 +110,10 @@ def test_the_router_may_be_killed(cluster: EmbeddedCluster) -> None:
         eventually("requests go on", lambda: outcome.answered > answered + 20)
         # Those that ran in the killed process, and those that found nobody until it was back; none after that.
         assert failures == len(outcome.failures)
+    # Its index came from the KV master, not from eight workers.
+    metrics = urllib.request.urlopen(f"http://{cluster.address('router_admin')}/metrics", timeout=10).read().decode()
+    bootstrapped = re.search(r"^kvist_index_bootstrapped_sources_total (\d+)", metrics, re.MULTILINE)
+    assert bootstrapped is not None
+    assert int(bootstrapped[1]) >= WORKERS
     assert {openai.APIConnectionError} >= {type(failure) for failure in outcome.failures}
     eventually("all is known exactly", lambda: cluster.kv_is_equal(WORKERS))

@@ -29,24 +29,24 @@ MODELS = {
 OWN = {
     "router": {
         "name", "http_listen", "grpc_listen", "insecure", "controllers", "controller_tls_ca_file",
-        "cluster_state_file", "last_state_file", "bus", "api_keys_file", "telemetry",
+        "cluster_state_file", "last_state_file", "bus", "kvmasters", "api_keys_file", "telemetry",
     },
     "controller": {
         "name", "cluster", "store", "telemetry",
         "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
     },
     "kvmaster": {
-        "name", "cluster", "controllers", "bus", "telemetry",
+        "name", "cluster", "controllers", "controller_tls_ca_file", "bus", "telemetry",
         "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
     },
     "agent": {
         "node_name", "state_folder", "controllers", "controller_tls_ca_file", "advertised_host", "bus", "telemetry",
-        "workers.command", "workers.stop_on_exit",
+        "workers.command", "workers.stop_on_exit", "workers.listen_host", "workers.insecure",
         "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
     },
     # The first line is the chart's, the others are the agent's.
     "worker": {
-        "grpc_listen", "admin_listen", "telemetry",
+        "grpc_listen", "admin_listen", "insecure", "telemetry",
         "worker_uid", "model", "namespace", "pool_uid", "pool_revision", "role", "hash_seed",
         "incarnation_floor", "drain_time_limit_ms", "engine", "engine_arguments",
     },
@@ -110,6 +110,8 @@ def test_processes_find_each_other(helm, tmp_path):
         router.controllers == kvmaster.controllers == agent.controllers == ("mesh-kvist-controller.serving.svc:7100",)
     )
     assert services[router.controllers[0]]["targetPort"] == "grpc"
+    assert router.kvmasters == ("mesh-kvist-kvmaster.serving.svc:7200",)
+    assert services[router.kvmasters[0]]["targetPort"] == "grpc"
     assert router.bus == kvmaster.bus == agent.bus
     (url,) = router.bus.urls
     assert services[url.removeprefix("nats://")]["targetPort"] == "client"
@@ -156,6 +158,13 @@ def test_workers_end_with_the_pod_that_holds_them(helm, tmp_path):
     agent = load_settings(helm.render({}), "agent", tmp_path)
     assert agent.workers.stop_on_exit
     assert agent.workers.command == ("python", "/etc/kvist-worker/start_worker.py")
+
+
+@pytest.mark.parametrize("listen_host", ["0.0.0.0", "[::]"])  # noqa: S104  As in a pod.
+def test_workers_listen_where_routers_reach_them(helm, tmp_path, listen_host):
+    agent = load_settings(helm.render({"listenHost": listen_host}), "agent", tmp_path)
+    assert agent.workers.listen == f"{listen_host}:0"
+    assert agent.advertised_host == "fd00::12"
 
 
 def test_plain_text_is_said_where_it_is_spoken(helm, tmp_path):

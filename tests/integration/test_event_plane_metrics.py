@@ -27,7 +27,8 @@ async def test_an_agent_shows_its_relay_while_it_runs(tmp_path: Path) -> None:
     worker = _core.WorkerServer(runtime, json.dumps({"worker_uid": "w-1", "digest_interval_ms": 50}))
     address = json.loads(await asyncio.to_thread(worker.start))["grpc_address"]
     status = WorkerStatus(spec=WorkerSpec(worker_uid="w-1"), phase=WORKER_PHASE_READY, address=address)
-    slots = SimpleNamespace(changes=Changes(), statuses=lambda: [status])
+    slot = SimpleNamespace(local_address=address)
+    slots = SimpleNamespace(changes=Changes(), statuses=lambda: [status], slot=lambda _uid: slot)
     async with asyncio.timeout(LIMIT_SECONDS), nats_process(tmp_path) as nats:
         events = EventPlane(BusSettings(urls=(nats.url,)), node_uid="n-1", registry=registry)
         events.enter_cluster("test")

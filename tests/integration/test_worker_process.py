@@ -7,18 +7,21 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from kvist.engine.v1 import engine_pb2, engine_pb2_grpc
-from kvist.errors import rpc_errors
+from kvist.errors import KvistError, rpc_errors
 from kvist.grpc import open_channel
 
 pytestmark = pytest.mark.integration
 SECONDS = 30
+WORKER_STOP_SECONDS = 1.9
 
 
 @contextlib.asynccontextmanager
@@ -71,6 +74,25 @@ async def test_a_worker_announces_itself_serves_drains_and_ends(tmp_path: Path) 
         assert (tokens, finished.reason) == (20, engine_pb2.FINISH_REASON_LENGTH)
         async with asyncio.timeout(SECONDS):
             assert await process.wait() == 0
+
+
+async def test_an_idle_worker_ends_at_once_whoever_follows_it(tmp_path: Path) -> None:
+    async with worker(tmp_path) as (process, ready), asyncio.timeout(SECONDS):
+        addresses = await announced(process, ready)
+        async with open_channel(addresses["grpc_address"], retries=False) as channel:
+            call = engine_pb2_grpc.EngineServiceStub(channel).WatchKvEvents(
+                engine_pb2.WatchKvEventsRequest(follow=True)
+            )
+            await call.read()
+            process.send_signal(signal.SIGTERM)
+            asked_at = time.monotonic()
+            with pytest.raises(KvistError) as caught, rpc_errors():
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert caught.value.code == "DRAINING"
+            assert await process.wait() == 0
+        # Below the limit for clients that do not read, with room for the end of the interpreter on a busy machine.
+        assert time.monotonic() - asked_at < WORKER_STOP_SECONDS
 
 
 async def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:

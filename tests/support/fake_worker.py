@@ -72,9 +72,10 @@ async def main() -> None:
     json_format.ParseDict(arguments.get("description", {}), description)
     server = grpc.aio.server()
     add_EngineServiceServicer_to_server(FakeWorker(description), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    host = settings.get("grpc_listen", "127.0.0.1:0").rpartition(":")[0]
+    port = server.add_insecure_port(f"{host}:0")
     await server.start()
-    record = {"event": "listening", "grpc_address": f"127.0.0.1:{port}", "incarnation": incarnation}
+    record = {"event": "listening", "grpc_address": f"{host}:{port}", "incarnation": incarnation}
     temporary = flags.ready_file.with_suffix(".part")
     temporary.write_text(json.dumps(record))
     temporary.replace(flags.ready_file)

@@ -14,8 +14,9 @@ START_TIME_LIMIT_SECONDS = 10
 class NatsProcess:
     """A server that can be stopped and started again on the same port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, configuration: str = "") -> None:
         self._folder = folder
+        self._configuration = configuration
         self._process: asyncio.subprocess.Process | None = None
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
@@ -29,7 +30,12 @@ class NatsProcess:
         """Starts it and waits until it answers."""
         binary = Path(sys.executable).with_name("nats-server")
         log = self._folder / "nats.log"
-        self._process = await asyncio.create_subprocess_exec(binary, "-a", "127.0.0.1", "-p", str(self.port), "-l", log)
+        arguments = ["-a", "127.0.0.1", "-p", str(self.port), "-l", str(log)]
+        if self._configuration:
+            file = self._folder / "nats.conf"
+            file.write_text(self._configuration)
+            arguments += ["-c", str(file)]
+        self._process = await asyncio.create_subprocess_exec(binary, *arguments)
         async with asyncio.timeout(START_TIME_LIMIT_SECONDS):
             while True:
                 if self._process.returncode is not None:
@@ -50,9 +56,9 @@ class NatsProcess:
 
 
 @contextlib.asynccontextmanager
-async def nats_process(folder: Path) -> AsyncIterator[NatsProcess]:
+async def nats_process(folder: Path, *, configuration: str = "") -> AsyncIterator[NatsProcess]:
     """Runs a server for the length of a test."""
-    server = NatsProcess(folder)
+    server = NatsProcess(folder, configuration=configuration)
     await server.start()
     try:
         yield server

@@ -16,7 +16,7 @@ use tracing::Span;
 
 use crate::{
     body::{EdgeBody, EventBody, finish_word, usage_numbers},
-    convert::{Form, logprobs, split},
+    convert::{Form, in_words_of_the_api, logprobs, split},
 };
 
 const REQUEST_ID: &str = "x-request-id";
@@ -208,7 +208,7 @@ pub(crate) fn json(status: StatusCode, body: impl Into<Bytes>) -> Response<EdgeB
 
 /// The answer to a refused request.
 pub(crate) fn refuse(refusal: &Refusal) -> Response<EdgeBody> {
-    let form = refusal.error.to_openai_http();
+    let form = in_words_of_the_api(refusal.error.clone()).to_openai_http();
     let status = StatusCode::from_u16(form.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = json(status, form.body);
     for (name, value) in form.headers {

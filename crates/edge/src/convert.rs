@@ -1,6 +1,7 @@
 //! Requests of the OpenAI API as the router's input.
 
 use kvist_dialect as dialect;
+use kvist_errors::KvistError;
 use kvist_proto::engine::v1::{
     Choices, SamplingParameters, StopConditions, StructuredOutput, structured_output::Constraint,
 };
@@ -115,6 +116,26 @@ pub(crate) fn logprobs(tokens: Vec<TokenLogprob>) -> Vec<dialect::TokenLogprob> 
             top: token.top.into_iter().map(|(_, bytes, logprob)| (bytes, logprob)).collect(),
         })
         .collect()
+}
+
+/// An error whose fields are named as the OpenAI API names them; engines speak of `kvist.engine.v1.EngineRequest`.
+pub(crate) fn in_words_of_the_api(mut error: KvistError) -> KvistError {
+    for violation in &mut error.fields {
+        let name = api_field(&violation.field).to_owned();
+        if let Some(rest) = error.message.strip_prefix(&violation.field) {
+            error.message = format!("{name}{rest}");
+        }
+        violation.field = name;
+    }
+    error
+}
+
+fn api_field(field: &str) -> &str {
+    match field {
+        "sampling.choices" => "n",
+        "sampling.prompt_logprobs" => "logprobs",
+        other => other.strip_prefix("sampling.").or_else(|| other.strip_prefix("stop.")).unwrap_or(other),
+    }
 }
 
 #[cfg(test)]

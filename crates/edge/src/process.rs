@@ -41,7 +41,7 @@ impl RouterProcess {
     /// Listens on all three ports and waits for the first cluster state.
     ///
     /// # Errors
-    /// An address cannot be listened on, or the API key file is wrong.
+    /// An address cannot be listened on, or the API key file or a file of the bus is wrong.
     pub async fn start(settings: RouterSettings) -> Result<Self, KvistError> {
         Self::start_with(settings, Metrics::new()).await
     }
@@ -51,6 +51,7 @@ impl RouterProcess {
     /// # Errors
     /// As for [`RouterProcess::start`].
     pub async fn start_with(settings: RouterSettings, metrics: Metrics) -> Result<Self, KvistError> {
+        settings.check_bus()?;
         let ready = ReadyFlag::new("waiting for the first cluster state");
         let keys = Arc::new(ApiKeys::load(settings.api_keys_file.clone())?);
         let core = RouterCore::new(&settings, &metrics, ready.clone());

@@ -121,7 +121,8 @@ async fn serve(stream: TcpStream, routes: Arc<Routes>, closing: CancellationToke
     // Events are small and must not wait for each other.
     let _ = stream.set_nodelay(true);
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME_LIMIT);
+    // Events are small: copying one behind its chunk's size is cheaper than a list of buffers for each write.
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME_LIMIT).writev(false);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(STREAMS);
     let service = service_fn(move |request| {
         let routes = Arc::clone(&routes);
@@ -129,16 +130,15 @@ async fn serve(stream: TcpStream, routes: Arc<Routes>, closing: CancellationToke
     });
     let connection = builder.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
-    let mut is_closing = false;
-    loop {
-        tokio::select! {
-            // How a connection ends is the client's business: a broken one is no event of ours.
-            _ = connection.as_mut() => return,
-            () = closing.cancelled(), if !is_closing => {
-                is_closing = true;
-                connection.as_mut().graceful_shutdown();
-            }
-            () = ending.cancelled() => return,
-        }
+    tokio::select! {
+        biased;
+        // How a connection ends is the client's business: a broken one is no event of ours.
+        _ = connection.as_mut() => return,
+        // Never later than the other signal, and each that is watched costs a look whenever an event is written.
+        () = closing.cancelled() => connection.as_mut().graceful_shutdown(),
+    }
+    tokio::select! {
+        _ = connection => {}
+        () = ending.cancelled() => {}
     }
 }

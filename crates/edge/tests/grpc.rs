@@ -16,6 +16,7 @@ use kvist_proto::{
         router_service_client::RouterServiceClient,
     },
 };
+use kvist_router::RouterSettings;
 use support::*;
 use tonic::transport::Channel;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
@@ -131,6 +132,32 @@ async fn a_worker_that_a_state_leaves_out_for_a_moment_keeps_its_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_waits_for_the_first_target_of_a_router_that_has_just_started() {
+    let worker = TestWorker::start(0, Script::Answer("x")).await;
+    let startup_wait_ms = u64::try_from(TIME_LIMIT.as_millis()).unwrap();
+    let router = kvist_edge::RouterProcess::start(RouterSettings { startup_wait_ms, ..settings() }).await.unwrap();
+    let mut client = RouterServiceClient::new(channel(&router).await);
+    let asked = tokio::spawn(async move {
+        let mut messages = client.generate(request("x", "")).await?.into_inner();
+        let mut has_ended = false;
+        while let Some(message) = messages.message().await? {
+            has_ended = matches!(message.event, Some(Event::Finished(_)));
+        }
+        Ok::<_, tonic::Status>(has_ended)
+    });
+    // Neither before the first state, nor before the first connection, nor for an unknown model is it the same.
+    until("the request is there", || router.core().active_requests() == 1).await;
+    assert!(router.apply_cluster_state(&cluster_state(1, &[])).unwrap());
+    let mut other = RouterServiceClient::new(channel(&router).await);
+    let unknown = wire::GenerateRequest { model: "nobody".to_owned(), ..request("x", "") };
+    let status = limited(other.generate(unknown)).await.unwrap_err();
+    assert_eq!(Code::UnknownModel, from_status(&status).code);
+    assert!(router.apply_cluster_state(&cluster_state(2, &[&worker])).unwrap());
+    assert!(limited(asked).await.unwrap().unwrap());
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_comes_with_its_end_and_can_be_explained() {
     let worker = TestWorker::start(0, Script::Answer("Hällo")).await;
     let router = router(settings(), &[&worker]).await;
@@ -228,6 +255,39 @@ async fn a_prompt_goes_where_its_cache_is_until_promises_outweigh_it() {
     until("the lease has ended", || router.core().open_reservations() == 0).await;
     let sources = limited(client.list_sources(wire::ListSourcesRequest {})).await.unwrap().into_inner();
     assert_eq!(vec![0, 1], sources.sources.iter().map(|source| source.next_sequence).collect::<Vec<_>>());
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn siblings_meet_before_any_event_and_no_claim_is_made_of_it() {
+    let workers = [TestWorker::start(0, Script::Answer("x")).await, TestWorker::start(1, Script::Answer("x")).await];
+    let router = router(settings(), &[&workers[0], &workers[1]]).await;
+    let mut client = RouterServiceClient::new(channel(&router).await);
+    for family in 0..6 {
+        let stem = format!("{family}123456789").repeat(50);
+        let mut homes = Vec::new();
+        for branch in ["a", "b"] {
+            let id = format!("{family}{branch}");
+            let asked = request(&format!("{stem}{branch}"), &id);
+            let mut messages = limited(client.generate(asked)).await.unwrap().into_inner();
+            while limited(messages.message()).await.unwrap().is_some() {}
+            let subject = Some(Subject::RequestId(format!("r1-{id}")));
+            let decision = limited(client.explain(wire::ExplainRequest { subject }))
+                .await
+                .unwrap()
+                .into_inner()
+                .decisions
+                .remove(0);
+            let position = usize::try_from(decision.chosen_candidate.unwrap()).unwrap();
+            homes.push((position, decision.candidates[position].recent_blocks));
+            assert!(decision.candidates.iter().all(|candidate| candidate.matches.is_empty()));
+        }
+        // 500 shared tokens are 31 blocks, of which every length carries a mark.
+        assert_eq!(vec![(homes[0].0, 0), (homes[0].0, 31)], homes);
+    }
+    let requests = [workers[0].engine.requests.lock().clone(), workers[1].engine.requests.lock().clone()].concat();
+    assert_eq!(12, requests.len());
+    assert!(requests.iter().all(|request| request.expected_cached_tokens.unwrap_or(0) == 0));
     router.stop().await;
 }
 

@@ -130,6 +130,24 @@ async fn what_was_not_started_is_tried_once_elsewhere_and_then_fails() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_wrong_with_a_request_is_not_tried_elsewhere_and_named_as_the_client_said_it() {
+    let workers = [
+        TestWorker::start(0, Script::Refuse("sampling.choices")).await,
+        TestWorker::start(1, Script::Refuse("sampling.choices")).await,
+    ];
+    let router = router(settings(), &[&workers[0], &workers[1]]).await;
+    let answer =
+        read(send(router.addresses().http_address, post("/v1/chat/completions", &chat(json!({"n": 2})))).await).await;
+    let error = answer.json()["error"].clone();
+    assert_eq!(
+        (400, "n", "n: cannot be honored"),
+        (answer.status, error["param"].as_str().unwrap(), error["message"].as_str().unwrap(),)
+    );
+    assert_eq!(1, workers.iter().map(|worker| worker.engine.requests.lock().len()).sum::<usize>());
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_lost_in_mid_stream_ends_it_with_an_error_and_no_end_mark() {
     let mut worker = TestWorker::start(0, Script::Hold("Half an")).await;
     let router = router(settings(), &[&worker]).await;

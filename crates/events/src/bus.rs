@@ -1,12 +1,20 @@
 //! The connection to NATS.
 
-use std::{fmt, path::PathBuf, time::Duration};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
-use async_nats::{Client, ConnectOptions, Event};
+use async_nats::{
+    AuthError, Client, ConnectOptions, Event,
+    rustls::pki_types::{CertificateDer, pem::PemObject as _},
+};
 use serde::Deserialize;
 use tokio::sync::watch;
 
-use crate::EventsError;
+use crate::{Credentials, EventsError};
 
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIME_LIMIT: Duration = Duration::from_secs(2);
@@ -26,6 +34,10 @@ pub struct BusSettings {
     /// File with a user's credentials; none for servers that ask for none or find them in the URL.
     #[serde(default)]
     pub credentials_file: Option<PathBuf>,
+    /// File with the authorities that sign the servers' certificates, as PEM. With it, a connection without TLS is
+    /// refused; without it the system's authorities count.
+    #[serde(default)]
+    pub tls_ca_file: Option<PathBuf>,
 }
 
 impl fmt::Debug for BusSettings {
@@ -39,8 +51,66 @@ impl BusSettings {
     /// Settings without credentials.
     #[must_use]
     pub fn new(nats_url: impl Into<String>, cluster: impl Into<String>) -> Self {
-        Self { nats_url: nats_url.into(), cluster: cluster.into(), client_name: String::new(), credentials_file: None }
+        Self {
+            nats_url: nats_url.into(),
+            cluster: cluster.into(),
+            client_name: String::new(),
+            credentials_file: None,
+            tls_ca_file: None,
+        }
     }
+
+    /// Sees to it that a connection could be tried: the URLs and the files are what they should be.
+    ///
+    /// # Errors
+    /// Which setting is wrong, and why.
+    pub fn check(&self) -> Result<(), EventsError> {
+        self.options().map(drop)
+    }
+
+    fn servers(&self) -> Result<Vec<async_nats::ServerAddr>, EventsError> {
+        let servers = self.nats_url.split(',').map(|url| url.trim().parse()).collect::<Result<_, _>>();
+        // The message is ours: the library's would show the URL, which may hold a password.
+        servers.map_err(|_| EventsError::Bus("nats_url is not a URL of NATS".to_owned()))
+    }
+
+    fn options(&self) -> Result<ConnectOptions, EventsError> {
+        let mut options = ConnectOptions::new();
+        if !self.client_name.is_empty() {
+            options = options.name(&self.client_name);
+        }
+        // The library takes no user from the URL.
+        if let Some(server) = self.servers()?.iter().find(|server| server.has_user_pass()) {
+            let user = server.username().unwrap_or_default().to_owned();
+            options = match server.password() {
+                Some(password) => options.user_and_password(user, password.to_owned()),
+                None => options.token(user),
+            };
+        }
+        if let Some(path) = &self.credentials_file {
+            let text = String::from_utf8(read("credentials_file", path)?).unwrap_or_default();
+            let credentials = Arc::new(Credentials::parse(&text)?);
+            options = options.jwt(credentials.jwt().to_owned(), move |nonce| {
+                let credentials = Arc::clone(&credentials);
+                async move { credentials.sign(&nonce).map_err(AuthError::new) }
+            });
+        }
+        if let Some(path) = &self.tls_ca_file {
+            let field = "tls_ca_file";
+            let pem = read(field, path)?;
+            let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+            if certificates.map_or(true, |certificates| certificates.is_empty()) {
+                return Err(EventsError::File { field, reason: "holds no certificate as PEM".to_owned() });
+            }
+            options = options.add_root_certificates(path.clone()).require_tls(true);
+        }
+        Ok(options)
+    }
+}
+
+/// The message leaves the path out: whoever may read logs need not know where secrets lie.
+fn read(field: &'static str, path: &Path) -> Result<Vec<u8>, EventsError> {
+    std::fs::read(path).map_err(|error| EventsError::File { field, reason: format!("cannot be read: {error}") })
 }
 
 /// A connection that comes back by itself, and whether it stands.
@@ -56,7 +126,8 @@ impl Bus {
     /// Makes a connection in the background: a bus that is away is no reason not to start.
     pub(crate) async fn connect(settings: &BusSettings) -> Result<Self, EventsError> {
         let (changed, state) = watch::channel(0u64);
-        let mut options = ConnectOptions::new()
+        let options = settings
+            .options()?
             .retry_on_initial_connect()
             .connection_timeout(CONNECT_TIME_LIMIT)
             .ping_interval(PING_INTERVAL)
@@ -81,21 +152,8 @@ impl Bus {
                     }
                 }
             });
-        if !settings.client_name.is_empty() {
-            options = options.name(&settings.client_name);
-        }
-        if let Some(file) = &settings.credentials_file {
-            // The message is ours: the library's would show the path.
-            let unreadable = |_| EventsError::Bus("the credentials file cannot be read".to_owned());
-            options = options.credentials_file(file).await.map_err(unreadable)?;
-        }
-        let addresses: Vec<async_nats::ServerAddr> = settings
-            .nats_url
-            .split(',')
-            .map(|url| url.trim().parse())
-            .collect::<Result<_, _>>()
-            .map_err(|_| EventsError::Bus("nats_url is not a URL of NATS".to_owned()))?;
-        let client = options.connect(addresses).await.map_err(|error| EventsError::Bus(error.kind().to_string()))?;
+        let client =
+            options.connect(settings.servers()?).await.map_err(|error| EventsError::Bus(error.kind().to_string()))?;
         Ok(Self { client, state })
     }
 
@@ -111,4 +169,37 @@ impl Bus {
 
 pub(crate) fn is_connected_state(state: u64) -> bool {
     state % 2 == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_file_or_url_is_found_before_a_connection() {
+        let folder = std::env::temp_dir().join(format!("kvist-bus-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let nonsense = folder.join("nonsense");
+        std::fs::write(&nonsense, "nonsense").unwrap();
+        let missing = folder.join("missing");
+        let said = |change: &dyn Fn(&mut BusSettings)| {
+            let mut settings = BusSettings::new("nats://127.0.0.1:1", "c");
+            change(&mut settings);
+            settings.check().map_err(|error| error.to_string())
+        };
+        assert_eq!(Ok(()), said(&|_| {}));
+        for (path, reason) in [(&missing, "cannot be read: No such file"), (&nonsense, "holds no")] {
+            for (field, problem) in [
+                ("credentials_file", said(&|settings| settings.credentials_file = Some(path.clone()))),
+                ("tls_ca_file", said(&|settings| settings.tls_ca_file = Some(path.clone()))),
+            ] {
+                let problem = problem.unwrap_err();
+                assert!(problem.starts_with(&format!("{field} {reason}")), "{problem}");
+                assert!(!problem.contains("missing"), "the path is nobody's business: {problem}");
+            }
+        }
+        let url = said(&|settings| settings.nats_url = "nats://user:secret@".to_owned()).unwrap_err();
+        assert!(!url.contains("secret"), "{url}");
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 }

@@ -7,20 +7,12 @@ use kvist_proto::{
     events::v1::{self, SourceId, kv_event},
     router,
 };
+use kvist_telemetry::timestamp;
 
 use crate::EventsError;
 
 /// Most blocks of one chunk of a snapshot.
 pub const SNAPSHOT_CHUNK_BLOCKS: usize = 8192;
-
-/// A time as it travels.
-#[must_use]
-pub fn timestamp(unix_nanos: u64) -> prost_types::Timestamp {
-    prost_types::Timestamp {
-        seconds: i64::try_from(unix_nanos / 1_000_000_000).unwrap_or(i64::MAX),
-        nanos: i32::try_from(unix_nanos % 1_000_000_000).unwrap_or(0),
-    }
-}
 
 fn unix_nanos(timestamp: Option<&prost_types::Timestamp>) -> u64 {
     timestamp.map_or(0, |time| {

@@ -15,13 +15,24 @@ pub enum EventsError {
     /// The bus refuses the connection's settings: correct them. A bus that is merely away is no error.
     #[error("the bus cannot be used: {0}")]
     Bus(String),
+    /// A file of the bus's settings cannot be used: correct the setting or the file.
+    #[error("{field} {reason}")]
+    File {
+        /// Which setting.
+        field: &'static str,
+        /// What is wrong with the file.
+        reason: String,
+    },
     /// A statement cannot be understood; its source is fetched anew.
     #[error("malformed statement: {0}")]
     Malformed(&'static str),
-    /// A worker's address is none: correct it.
-    #[error("worker {0} has an address that is none")]
+    /// The address of a worker or KV master is none: correct it.
+    #[error("{0} has an address that is none")]
     Address(String),
     /// A worker did not answer, or broke off; it is asked again.
     #[error("the worker did not deliver its history: {0}")]
     Worker(String),
+    /// A KV master did not answer, or broke off; the workers are asked instead.
+    #[error("the KV master did not deliver its index: {0}")]
+    KvMaster(String),
 }

@@ -3,15 +3,11 @@
 //! One task owns everything that is known of sources, so nothing here needs an order of locks; look-ups go to the index
 //! directly and never wait for this task.
 
-use std::{
-    collections::HashMap,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use async_nats::Message;
 use futures::{FutureExt as _, StreamExt as _};
-use kvist_blocks::{Incarnation, WorkerUid};
+use kvist_blocks::{Incarnation, SourceKey, WorkerUid};
 use kvist_index::Index;
 use kvist_proto::{
     events::v1::{KvEventMessage, Tombstone},
@@ -28,7 +24,7 @@ use tokio::{
 use tonic::transport::ClientTlsConfig;
 
 use crate::{
-    BusSettings, EventsError, FeedWorker, Subjects, TrackerCounters,
+    BusSettings, EventsError, FeedWorker, Subjects, TrackerCounters, bootstrap,
     bus::{Bus, is_connected_state},
     catch_up,
     convert::{batch_from, digest_from, source_from, status_to},
@@ -38,6 +34,8 @@ use crate::{
 const TICK: Duration = Duration::from_millis(250);
 /// Most messages applied before deaths and commands are looked at again.
 const MESSAGES_A_TURN: usize = 64;
+/// New sources from which on a KV master is asked: fewer are fetched as fast from their workers.
+const LEAST_BOOTSTRAP_SOURCES: usize = 4;
 /// Ticks between two sweeps of what closed sources left in the index.
 const TICKS_A_SWEEP: u64 = 8;
 
@@ -54,8 +52,11 @@ pub struct FeedSettings {
     pub most_catch_ups: usize,
     /// Most batches kept for a source while it catches up.
     pub most_kept_batches: usize,
-    /// TLS towards workers; none for plain connections.
+    /// TLS towards workers and KV masters; none for plain connections.
     pub worker_tls: Option<ClientTlsConfig>,
+    /// `host:port` of KV masters. When many sources are new at once, one of these is asked for all of them before the
+    /// workers are.
+    pub kvmasters: Vec<String>,
 }
 
 impl FeedSettings {
@@ -69,6 +70,7 @@ impl FeedSettings {
             most_catch_ups: 8,
             most_kept_batches: 16_384,
             worker_tls: None,
+            kvmasters: Vec::new(),
         }
     }
 }
@@ -84,6 +86,8 @@ pub struct FeedStats {
     pub catching_up_sources: usize,
     /// Sources that have fallen silent.
     pub silent_sources: usize,
+    /// Sources whose first snapshot came from a KV master.
+    pub bootstrapped_sources: u64,
     /// What happened since the start.
     #[serde(flatten)]
     pub counters: TrackerCounters,
@@ -134,6 +138,9 @@ impl IndexFeed {
             permits: Arc::new(Semaphore::new(settings.most_catch_ups.max(1))),
             fetches: JoinSet::new(),
             fetch_of: HashMap::new(),
+            bootstraps: JoinSet::new(),
+            bootstrapped_sources: 0,
+            kvmasters: settings.kvmasters,
             tls: settings.worker_tls,
         };
         let task = tokio::spawn(worker.run(inbox, events, tombstones));
@@ -183,6 +190,7 @@ impl Drop for IndexFeed {
 }
 
 type Fetched = (CatchUpOrder, Result<History, EventsError>);
+type Bootstrapped = (Vec<CatchUpOrder>, HashMap<SourceKey, History>);
 
 struct Worker {
     tracker: Tracker,
@@ -194,7 +202,10 @@ struct Worker {
     permits: Arc<Semaphore>,
     fetches: JoinSet<Fetched>,
     /// The open fetch of each source, to end it when it is superseded.
-    fetch_of: HashMap<kvist_blocks::SourceKey, (CatchUpOrder, AbortHandle)>,
+    fetch_of: HashMap<SourceKey, (CatchUpOrder, AbortHandle)>,
+    bootstraps: JoinSet<Bootstrapped>,
+    bootstrapped_sources: u64,
+    kvmasters: Vec<String>,
     tls: Option<ClientTlsConfig>,
 }
 
@@ -239,6 +250,11 @@ impl Worker {
                         self.answered(&order, answer);
                     }
                 }
+                Some(joined) = self.bootstraps.join_next() => {
+                    if let Ok((orders, histories)) = joined {
+                        self.bootstrapped(orders, histories);
+                    }
+                }
                 _ = ticks.tick() => {
                     self.tracker.tick(self.now());
                     tick_count += 1;
@@ -265,8 +281,7 @@ impl Worker {
     }
 
     fn now(&self) -> Moment {
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Moment { since_start: self.started.elapsed(), unix_nanos: u64::try_from(unix.as_nanos()).unwrap_or(u64::MAX) }
+        Moment { since_start: self.started.elapsed(), unix_nanos: kvist_telemetry::now_unix_nanos() }
     }
 
     fn event_message(&mut self, message: &Message) {
@@ -314,24 +329,17 @@ impl Worker {
     }
 
     fn start_fetches(&mut self) {
-        for order in self.tracker.take_orders() {
-            if !self.tracker.is_open(&order) {
-                continue;
-            }
-            let (permits, tls, asked) = (Arc::clone(&self.permits), self.tls.clone(), order.clone());
-            let handle = self.fetches.spawn(async move {
-                tokio::time::sleep(asked.delay).await;
-                // The semaphore is never closed; without a permit the answer would be an error like any other.
-                let Ok(_permit) = permits.acquire().await else {
-                    return (asked, Err(EventsError::Worker("no permit".to_owned())));
-                };
-                let answer = catch_up::fetch(&asked, tls.as_ref()).await;
-                (asked, answer)
-            });
-            if let Some((_, superseded)) = self.fetch_of.insert(order.key.clone(), (order, handle)) {
-                superseded.abort();
-            }
+        let orders: Vec<CatchUpOrder> =
+            self.tracker.take_orders().into_iter().filter(|order| self.tracker.is_open(order)).collect();
+        // New is a source of which nothing was ever applied.
+        let is_new = |order: &CatchUpOrder| order.resume.is_none_or(|(_, applied)| applied.is_none());
+        let (new, known): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_new);
+        if !self.kvmasters.is_empty() && new.len() >= LEAST_BOOTSTRAP_SOURCES {
+            self.start_bootstrap(new);
+        } else {
+            new.into_iter().for_each(|order| self.start_fetch(order));
         }
+        known.into_iter().for_each(|order| self.start_fetch(order));
         // Questions that nobody waits for any more, such as those to the dead.
         let tracker = &self.tracker;
         self.fetch_of.retain(|_, (order, handle)| {
@@ -341,6 +349,54 @@ impl Worker {
             }
             is_open
         });
+    }
+
+    fn start_fetch(&mut self, order: CatchUpOrder) {
+        let (permits, tls, asked) = (Arc::clone(&self.permits), self.tls.clone(), order.clone());
+        let handle = self.fetches.spawn(async move {
+            tokio::time::sleep(asked.delay).await;
+            // The semaphore is never closed; without a permit the answer would be an error like any other.
+            let Ok(_permit) = permits.acquire().await else {
+                return (asked, Err(EventsError::Worker("no permit".to_owned())));
+            };
+            let answer = catch_up::fetch(&asked, tls.as_ref()).await;
+            (asked, answer)
+        });
+        if let Some((_, superseded)) = self.fetch_of.insert(order.key.clone(), (order, handle)) {
+            superseded.abort();
+        }
+    }
+
+    /// Asks one KV master after the other for all of these sources; what none has, the workers are asked for.
+    fn start_bootstrap(&mut self, orders: Vec<CatchUpOrder>) {
+        let (kvmasters, tls) = (self.kvmasters.clone(), self.tls.clone());
+        self.bootstraps.spawn(async move {
+            let mut worker_uids: Vec<String> = orders.iter().map(|order| order.key.worker.to_string()).collect();
+            worker_uids.sort_unstable();
+            worker_uids.dedup();
+            for address in &kvmasters {
+                match bootstrap::fetch(address, worker_uids.clone(), tls.as_ref()).await {
+                    Ok(histories) => return (orders, histories),
+                    Err(error) => tracing::debug!(error = error.to_string(), "kv_bootstrap_failed"),
+                }
+            }
+            (orders, HashMap::new())
+        });
+    }
+
+    fn bootstrapped(&mut self, orders: Vec<CatchUpOrder>, mut histories: HashMap<SourceKey, History>) {
+        for order in orders {
+            if !self.tracker.is_open(&order) {
+                continue;
+            }
+            match histories.remove(&order.key) {
+                Some(history) => {
+                    self.bootstrapped_sources += 1;
+                    self.tracker.answer(&order, Ok(history), self.now());
+                }
+                None => self.start_fetch(order),
+            }
+        }
     }
 
     fn answered(&mut self, order: &CatchUpOrder, answer: Result<History, EventsError>) {
@@ -362,6 +418,7 @@ impl Worker {
             messages: self.messages,
             catching_up_sources,
             silent_sources,
+            bootstrapped_sources: self.bootstrapped_sources,
             counters: self.tracker.counters(),
         };
     }

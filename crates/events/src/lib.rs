@@ -13,6 +13,7 @@ mod bootstrap;
 mod bus;
 mod catch_up;
 pub mod convert;
+mod credentials;
 mod error;
 mod feed;
 mod relay;
@@ -23,6 +24,7 @@ mod worker_channel;
 
 pub use bootstrap::bootstrap_chunks;
 pub use bus::BusSettings;
+pub use credentials::Credentials;
 pub use error::EventsError;
 pub use feed::{FeedSettings, FeedStats, IndexFeed};
 pub use relay::{Relay, RelaySettings, RelayStats, RelayWorker, RelayWorkerStats};

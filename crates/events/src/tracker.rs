@@ -313,7 +313,11 @@ impl Tracker {
     pub(crate) fn malformed(&mut self, key: &SourceKey, incarnation: Incarnation, now: Moment) {
         self.counters.malformed += 1;
         if self.hear(key, incarnation, now).is_some_and(|tracked| tracked.catching_up.is_none()) {
-            self.distrust(key);
+            self.index.expect_source(key, incarnation);
+            // An incarnation that is closed has no source, and nobody to ask.
+            if self.index.source(key).is_some() {
+                self.distrust(key);
+            }
         }
     }
 

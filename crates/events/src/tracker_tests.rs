@@ -409,6 +409,17 @@ fn one_lost_batch_costs_one_question_and_no_snapshot() {
 
 /// R22.
 #[test]
+fn a_garbled_word_of_the_dead_asks_nobody() {
+    let mut world = settled();
+    world.tracker.close(&key(0).worker, Incarnation(1));
+    world.tracker.malformed(&key(0), Incarnation(1), world.now);
+    assert!(world.tracker.take_orders().is_empty());
+    // Of a start that nobody has heard of before, it does ask.
+    world.tracker.malformed(&key(0), Incarnation(2), world.now);
+    assert_eq!(1, world.tracker.take_orders().len());
+}
+
+#[test]
 fn a_ledger_that_keeps_disagreeing_is_asked_more_and_more_rarely() {
     let mut world = settled();
     let wrong = StatedDigest {

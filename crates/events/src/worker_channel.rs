@@ -1,8 +1,9 @@
-//! Connections to workers for their histories.
+//! Connections to workers and KV masters for histories.
 
 use std::time::Duration;
 
 use kvist_proto::engine::v1::engine_service_client::EngineServiceClient;
+use kvist_proto::kvmaster::v1::kv_master_service_client::KvMasterServiceClient;
 use rand::Rng as _;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
 
@@ -20,7 +21,21 @@ pub(crate) fn client(
     address: &str,
     tls: Option<&ClientTlsConfig>,
 ) -> Result<EngineServiceClient<Channel>, EventsError> {
-    let wrong = |_| EventsError::Address(worker_uid.to_owned());
+    let channel = channel(worker_uid, address, tls)?;
+    Ok(EngineServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
+}
+
+/// A client of the KV master at an address; connects at the first call.
+pub(crate) fn kvmaster_client(
+    address: &str,
+    tls: Option<&ClientTlsConfig>,
+) -> Result<KvMasterServiceClient<Channel>, EventsError> {
+    let channel = channel("kvmaster", address, tls)?;
+    Ok(KvMasterServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
+}
+
+fn channel(name: &str, address: &str, tls: Option<&ClientTlsConfig>) -> Result<Channel, EventsError> {
+    let wrong = |_| EventsError::Address(name.to_owned());
     let scheme = if tls.is_some() { "https" } else { "http" };
     let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
     let mut endpoint = Endpoint::from_shared(url)
@@ -33,7 +48,7 @@ pub(crate) fn client(
     if let Some(tls) = tls {
         endpoint = endpoint.tls_config(tls.clone()).map_err(wrong)?;
     }
-    Ok(EngineServiceClient::new(endpoint.connect_lazy()).max_decoding_message_size(MOST_MESSAGE_BYTES))
+    Ok(endpoint.connect_lazy())
 }
 
 /// Time before attempt `attempt` (1 for the first retry): doubling up to a bound, half of it random, so that many

@@ -11,7 +11,7 @@ use kvist_events::{
 };
 use kvist_index::{Index, IndexSettings, SourceState, SourceStatus};
 use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
-use support::{Forwarder, NatsServer, ScriptedWorker, eventually};
+use support::{Forwarder, NatsServer, ScriptedKvMaster, ScriptedWorker, eventually};
 
 /// Where the relay speaks, and where the feed listens; a forwarder stands between.
 const SPOKEN: &str = "spoken";
@@ -258,4 +258,60 @@ async fn a_source_that_falls_silent_is_stale_until_it_speaks() {
         mesh.is_exact_copy("one", 0, &worker)
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_new_index_comes_from_a_kv_master_and_from_the_workers_where_that_fails() {
+    let Some(mesh) = Mesh::start(LONG).await else { return };
+    let uids = ["one", "two", "three", "four", "five"];
+    let mut workers = Vec::new();
+    for uid in uids {
+        workers.push(ScriptedWorker::start(uid, 10, 1, 64).await);
+    }
+    let named: Vec<_> = uids.iter().zip(&workers).map(|(uid, worker)| (*uid, 10, 1, worker)).collect();
+    mesh.set_workers(&named).await;
+    for (prompt, worker) in (0..).zip(&workers) {
+        worker.store(0, prompt);
+    }
+    let is_exact = |index: &Arc<Index>| {
+        named.iter().all(|(uid, _, _, worker)| {
+            let digest = worker.digest(0);
+            index
+                .source(&SourceKey { worker: (*uid).into(), rank: Rank(0) })
+                .is_some_and(|status| status.state == SourceState::Exact && held(&status.tiers) == held(&digest.tiers))
+        })
+    };
+    eventually("the master's index is exact", || is_exact(mesh.feed.index())).await;
+    let questions = || workers.iter().map(|worker| worker.snapshots_and_questions().1).sum::<u64>();
+
+    // The first of these is dead, the second breaks off, the third is whole.
+    let dead = "127.0.0.1:1".to_owned();
+    let broken = ScriptedKvMaster::start(Arc::clone(mesh.feed.index()), Some(3)).await;
+    let whole = ScriptedKvMaster::start(Arc::clone(mesh.feed.index()), None).await;
+    for (kvmasters, bootstrapped, asked) in [
+        (vec![dead.clone(), broken.address(), whole.address()], 5, 0),
+        (vec![dead, broken.address()], 0, 5),
+        (Vec::new(), 0, 5),
+    ] {
+        let before = questions();
+        let mut settings = FeedSettings::new(BusSettings::new(mesh.nats.url(), HEARD));
+        settings.digest_interval = LONG;
+        settings.kvmasters = kvmasters;
+        let index = Arc::new(Index::new(IndexSettings { byte_budget: 1 << 30 }));
+        let feed = IndexFeed::start(settings, index).await.unwrap();
+        eventually("the bus is there", || feed.is_bus_connected()).await;
+        feed.set_workers(
+            named
+                .iter()
+                .map(|(uid, incarnation, ranks, worker)| FeedWorker {
+                    uid: (*uid).into(),
+                    address: worker.address(),
+                    incarnation: Incarnation(*incarnation),
+                    ranks: *ranks,
+                })
+                .collect(),
+        );
+        eventually("the new index is exact", || is_exact(feed.index())).await;
+        assert_eq!((bootstrapped, asked), (feed.stats().bootstrapped_sources, questions() - before));
+    }
 }

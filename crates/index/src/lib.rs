@@ -14,11 +14,13 @@
 
 mod holdings;
 mod index;
+mod recent;
 mod sets;
 mod source;
 mod table;
 
 pub use index::{Applied, DigestVerdict, Index, IndexSettings, Memory, SnapshotId, TierBlocks};
+pub use recent::{Holder, RecentDecisions, RecentOverlap};
 pub use source::{Overlap, SourceState, SourceStatus};
 
 #[cfg(test)]

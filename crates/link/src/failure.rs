@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvist_errors::{Code, KvistError};
-use kvist_proto::engine::v1::Failed;
+use kvist_proto::engine::v1::{Failed, FieldViolation};
 
 /// The message of an error.
 #[must_use]
@@ -13,6 +13,11 @@ pub fn failed_from_error(error: &KvistError) -> Failed {
         message: error.message.clone(),
         not_started: error.not_started,
         retry_after: error.retry_after.and_then(|wait| prost_types::Duration::try_from(wait).ok()),
+        field_violations: error
+            .fields
+            .iter()
+            .map(|wrong| FieldViolation { field: wrong.field.clone(), description: wrong.description.clone() })
+            .collect(),
     }
 }
 
@@ -22,6 +27,14 @@ pub fn error_from_failed(failed: &Failed) -> KvistError {
     let mut error = KvistError::new(Code::from_name(&failed.code).unwrap_or(Code::EngineFailed), &failed.message);
     error.not_started = failed.not_started;
     error.retry_after = failed.retry_after.and_then(|wait| Duration::try_from(wait).ok());
+    error.fields = failed
+        .field_violations
+        .iter()
+        .map(|wrong| kvist_errors::FieldViolation {
+            field: wrong.field.clone(),
+            description: wrong.description.clone(),
+        })
+        .collect();
     error
 }
 
@@ -33,6 +46,8 @@ mod tests {
     fn an_error_survives_the_way_over_the_stream() {
         let error =
             KvistError::new(Code::QueueFull, "full").with_retry_after(Duration::from_millis(250)).before_start();
+        assert_eq!(error, error_from_failed(&failed_from_error(&error)));
+        let error = KvistError::field(Code::UnsupportedField, "sampling.choices", "one alone");
         assert_eq!(error, error_from_failed(&failed_from_error(&error)));
     }
 

@@ -289,6 +289,21 @@ async fn draining_is_announced_and_closing_ends_streams_with_an_error() {
 }
 
 #[tokio::test]
+async fn what_was_said_before_the_end_of_the_stream_still_arrives() {
+    let worker = Worker::start().await;
+    let link = link(worker.address, settings()).await;
+    let mut stream = link.start(request("a", 1));
+    let output = worker.script.output("a").await;
+    // One thread: nothing is written between these calls.
+    output.delta(delta(&[1, 2]));
+    output.finished(finished(FinishReason::Length));
+    worker.server.close();
+    let (tokens, end) = read(&mut stream).await;
+    assert_eq!(vec![1, 2], tokens);
+    assert!(matches!(end, RequestEvent::Finished(_)), "{end:?}");
+}
+
+#[tokio::test]
 async fn large_results_and_the_tokenizer_come_beside_the_stream() {
     let worker = Worker::start().await;
     let link = link(worker.address, settings()).await;

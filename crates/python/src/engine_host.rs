@@ -1,9 +1,11 @@
 //! What a Python engine is given: its ledger, its place to report load, and a sink for each request.
 
+#![expect(clippy::too_many_arguments, reason = "keywords in Python; the functions that PyO3 makes are meant")]
+
 use std::time::Duration;
 
 use kvist_blocks::BlockHash;
-use kvist_errors::{Code, KvistError};
+use kvist_errors::{Code, FieldViolation, KvistError};
 use kvist_ledger::EngineHash;
 use kvist_proto::{
     engine::v1::{Finished, TokenDelta},
@@ -36,7 +38,6 @@ impl Host {
     }
 
     /// Blocks are in the cache from here on, each the parent of the next.
-    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     #[pyo3(signature = (rank, engine_hashes, parent, tokens, adapter="", cache_salt=""))]
     fn stored(
         &self,
@@ -145,7 +146,7 @@ impl Sink {
     }
 
     /// The request failed, with a code of the catalogue and a public text.
-    #[pyo3(signature = (code, message, not_started=false, retry_after_ms=None))]
+    #[pyo3(signature = (code, message, not_started=false, retry_after_ms=None, fields=Vec::new()))]
     fn failed(
         &self,
         py: Python<'_>,
@@ -153,11 +154,13 @@ impl Sink {
         message: &str,
         not_started: bool,
         retry_after_ms: Option<u64>,
+        fields: Vec<(String, String)>,
     ) -> PyResult<()> {
         let known = Code::from_name(code).ok_or_else(|| raise_invalid("code", "is not in the catalogue"))?;
         let mut error = KvistError::new(known, message);
         error.not_started = not_started;
         error.retry_after = retry_after_ms.map(Duration::from_millis);
+        error.fields = fields.into_iter().map(|(field, description)| FieldViolation { field, description }).collect();
         py.detach(|| self.inner.failed(&error));
         Ok(())
     }

@@ -33,6 +33,8 @@ struct Settings {
     client_name: String,
     #[serde(default)]
     credentials_file: Option<std::path::PathBuf>,
+    #[serde(default)]
+    tls_ca_file: Option<std::path::PathBuf>,
     byte_budget: u64,
     #[serde(default = "default_digest_interval_ms")]
     digest_interval_ms: u64,
@@ -61,7 +63,8 @@ pub(crate) struct IndexService {
 
 #[pymethods]
 impl IndexService {
-    /// Settings: `nats_url`, `cluster`, `byte_budget`, `client_name`, `credentials_file`, `digest_interval_ms`.
+    /// Settings: `nats_url`, `cluster`, `byte_budget`, `client_name`, `credentials_file`, `tls_ca_file`,
+    /// `digest_interval_ms`.
     #[new]
     fn new(runtime: &Runtime, settings_json: &str) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings_json).map_err(|error| raise_invalid("index", error))?;
@@ -77,6 +80,7 @@ impl IndexService {
         let mut bus = BusSettings::new(self.settings.nats_url.clone(), self.settings.cluster.clone());
         bus.client_name.clone_from(&self.settings.client_name);
         bus.credentials_file.clone_from(&self.settings.credentials_file);
+        bus.tls_ca_file.clone_from(&self.settings.tls_ca_file);
         let mut settings = FeedSettings::new(bus);
         settings.digest_interval = Duration::from_millis(self.settings.digest_interval_ms);
         let feed = block_on(py, &self.handle, IndexFeed::start(settings, Arc::clone(&self.index))).map_err(refused)?;

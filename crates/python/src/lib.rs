@@ -1,5 +1,6 @@
 //! The only PyO3 crate: converts and forwards, decides nothing.
 
+mod credentials;
 mod engine;
 mod engine_host;
 mod failure;
@@ -18,6 +19,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CoreError", module.py().get_type::<failure::CoreError>())?;
+    module.add_class::<credentials::NatsCredentials>()?;
     module.add_class::<engine_host::Host>()?;
     module.add_class::<engine_host::Sink>()?;
     module.add_class::<index_service::IndexService>()?;

@@ -23,7 +23,7 @@ pub(crate) struct Relay {
 
 #[pymethods]
 impl Relay {
-    /// Settings: `nats_url`, `cluster`, `client_name`, `credentials_file`.
+    /// Settings: `nats_url`, `cluster`, `client_name`, `credentials_file`, `tls_ca_file`.
     #[new]
     fn new(runtime: &Runtime, settings_json: &str) -> PyResult<Self> {
         let settings = serde_json::from_str(settings_json).map_err(|error| raise_invalid("relay", error))?;
@@ -70,9 +70,11 @@ impl Relay {
 /// The exception for what the event plane refuses.
 pub(crate) fn refused(error: EventsError) -> PyErr {
     let code = match error {
-        EventsError::Name { .. } | EventsError::Address(_) | EventsError::Bus(_) | EventsError::Malformed(_) => {
-            Code::InvalidArgument
-        }
+        EventsError::Name { .. }
+        | EventsError::Address(_)
+        | EventsError::Bus(_)
+        | EventsError::File { .. }
+        | EventsError::Malformed(_) => Code::InvalidArgument,
         _ => Code::Internal,
     };
     raise(&KvistError::new(code, error.to_string()))

@@ -41,10 +41,15 @@ use crate::{
 /// Longest id that a caller may give.
 const LONGEST_REQUEST_ID: usize = 128;
 
+/// Between two looks of a request that came before the first target.
+const STARTING_POLL_INTERVAL: Duration = Duration::from_millis(10);
+
 /// The router without its sockets.
 pub struct RouterCore {
     name: String,
     default_deadline: Duration,
+    /// Until when requests wait for the first target of their model.
+    starting_until: Instant,
     view: ArcSwap<ClusterView>,
     has_state: AtomicBool,
     applying: Mutex<()>,
@@ -119,8 +124,8 @@ impl RouterCore {
         let pool = Arc::new(TextPool::new(settings.text_threads));
         let mut link_settings = LinkSettings::new(settings.name.as_str());
         link_settings.request_buffer_tokens = settings.request_buffer_tokens;
-        let feed = match &settings.nats_url {
-            Some(url) => Feed::Bus(FeedKeeper::new(url.clone(), &settings.name, Arc::clone(&index))),
+        let feed = match settings.bus() {
+            Some(bus) => Feed::Bus(FeedKeeper::new(bus, settings.kvmasters.clone(), Arc::clone(&index))),
             None => Feed::Direct(Followers::new(Arc::clone(&index))),
         };
         // Ids of an earlier life of the same router must not come again.
@@ -128,6 +133,7 @@ impl RouterCore {
         Arc::new(Self {
             name: settings.name.clone(),
             default_deadline: Duration::from_millis(settings.default_deadline_ms),
+            starting_until: Instant::now() + Duration::from_millis(settings.startup_wait_ms),
             view: ArcSwap::default(),
             has_state: false.into(),
             applying: Mutex::new(()),
@@ -387,6 +393,23 @@ impl RouterCore {
         Ok(())
     }
 
+    /// In the first seconds of a process, waits for the first target of a model. Whoever restarts a router that is the
+    /// only one sees a pause and no refusal.
+    async fn wait_while_starting(&self, model: &str, deadline: Instant) {
+        let until = self.starting_until.min(deadline);
+        while Instant::now() < until && !self.is_draining() {
+            let view = self.view();
+            let may_come = match view.models.get(model) {
+                Some(model) => model.ready_targets() == 0,
+                None => !self.has_state.load(Ordering::Acquire),
+            };
+            if !may_come {
+                return;
+            }
+            tokio::time::sleep(STARTING_POLL_INTERVAL).await;
+        }
+    }
+
     async fn start(
         self: &Arc<Self>,
         context: RequestContext,
@@ -396,6 +419,9 @@ impl RouterCore {
         if self.is_draining() {
             return Err(KvistError::new(Code::Draining, "the router is being stopped").before_start());
         }
+        let began = Instant::now();
+        let deadline = context.deadline.unwrap_or_else(|| began + self.default_deadline);
+        self.wait_while_starting(&input.model, deadline).await;
         let view = self.view();
         let model = self.model(&view, &input.model)?;
         if let Some(record) = record.as_mut() {
@@ -406,8 +432,6 @@ impl RouterCore {
             return Err(KvistError::field(Code::UnsupportedField, field, "this version does not return them"));
         }
         let needs = Needs::of(&input);
-        let began = Instant::now();
-        let deadline = context.deadline.unwrap_or_else(|| began + self.default_deadline);
         let tokenize_span = tracing::info_span!(parent: &context.span, names::SPAN_TOKENIZE);
         let encoding = self.tokenize_with(&model, input.prompt);
         let expired = || KvistError::new(Code::DeadlineExceeded, "the deadline passed before the request was placed");

@@ -23,6 +23,8 @@ pub(crate) struct Claim {
     pub(crate) state: SourceState,
     pub(crate) applied_sequence: Option<u64>,
     pub(crate) tier_blocks: [u32; 4],
+    /// Leading blocks held in any tier.
+    pub(crate) matched_blocks: u32,
 }
 
 /// One candidate as it was seen.
@@ -31,6 +33,8 @@ pub(crate) struct SeenCandidate {
     pub(crate) target: TargetId,
     /// None when the index knew no such source.
     pub(crate) claim: Option<Claim>,
+    /// Blocks that the router's own recent decisions have sent there; not part of the claim.
+    pub(crate) recent_blocks: u32,
     pub(crate) uncached_tokens: u64,
     pub(crate) promised_tokens: u64,
     pub(crate) cost_tokens: Option<u64>,
@@ -118,6 +122,7 @@ impl SeenCandidate {
             promised_tokens: self.promised_tokens,
             cost,
             filtered_reason: self.excluded.unwrap_or_default().to_owned(),
+            recent_blocks: self.recent_blocks,
         }
     }
 }

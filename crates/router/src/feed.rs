@@ -28,10 +28,9 @@ pub(crate) struct FeedKeeper {
 
 impl FeedKeeper {
     /// Begins to wait for a cluster state. Called within a runtime.
-    pub(crate) fn new(nats_url: String, router_name: &str, index: Arc<Index>) -> Self {
+    pub(crate) fn new(bus: BusSettings, kvmasters: Vec<String>, index: Arc<Index>) -> Self {
         let (wanted, mut updates) = watch::channel(Wanted::default());
         let (sampled, stats) = watch::channel(FeedStats::default());
-        let client_name = format!("kvist-router-{router_name}");
         let task = tokio::spawn(async move {
             let mut running: Option<(String, IndexFeed)> = None;
             let mut tick = tokio::time::interval(std::time::Duration::from_secs(1));
@@ -54,9 +53,10 @@ impl FeedKeeper {
                 }
                 if running.as_ref().is_none_or(|(cluster, _)| *cluster != now.cluster) {
                     drop(running.take());
-                    let mut bus = BusSettings::new(nats_url.clone(), now.cluster.clone());
-                    bus.client_name.clone_from(&client_name);
-                    match IndexFeed::start(FeedSettings::new(bus), Arc::clone(&index)).await {
+                    let bus = BusSettings { cluster: now.cluster.clone(), ..bus.clone() };
+                    let mut settings = FeedSettings::new(bus);
+                    settings.kvmasters.clone_from(&kvmasters);
+                    match IndexFeed::start(settings, Arc::clone(&index)).await {
                         Ok(feed) => running = Some((now.cluster.clone(), feed)),
                         Err(error) => {
                             tracing::error!(%error, "the index feed cannot be started");

@@ -4,11 +4,7 @@
 //! the live part. The stream states its position in every message, so a lost one goes on where the index stands, and a
 //! history that is gone comes back as a snapshot, taken in at once.
 
-use std::{
-    collections::HashMap,
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use kvist_blocks::{BlockHash, Incarnation, Rank, SourceKey, Tier, WorkerUid};
 use kvist_events::convert::{batch_from, collect_chunk, digest_from, source_from};
@@ -18,6 +14,7 @@ use kvist_proto::{
     engine::v1::{ResumePosition, WatchKvEventsRequest, watch_kv_events_response::Part},
     events::v1::SourceId,
 };
+use kvist_telemetry::now_unix_nanos;
 use parking_lot::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -171,9 +168,4 @@ impl Follower {
             }
         }
     }
-}
-
-fn now_unix_nanos() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -281,7 +281,9 @@ impl Life {
     }
 
     fn may_retry(&self, error: &KvistError) -> bool {
-        let can_move = error.not_started
+        // What is wrong with the request is wrong everywhere.
+        let is_fault_of_caller = (400..500).contains(&error.code.http_status()) && !error.code.is_retryable();
+        let can_move = (error.not_started && !is_fault_of_caller)
             || matches!(error.code, Code::EngineLost | Code::EngineUnavailable | Code::Draining | Code::NotReady);
         can_move && !self.has_tokens && self.record.attempts < MOST_ATTEMPTS && !self.core.stopped.is_cancelled()
     }

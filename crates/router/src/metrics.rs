@@ -136,6 +136,7 @@ pub(crate) struct FeedMetrics {
     catch_ups: Counter,
     failed_catch_ups: Counter,
     snapshots: Counter,
+    bootstrapped_sources: Counter,
     digest_matches: Counter,
     digest_mismatches: Counter,
     closed_incarnations: Counter,
@@ -165,6 +166,10 @@ impl FeedMetrics {
             catch_ups: counter(names::INDEX_CATCH_UPS, "Questions to workers about what is missing."),
             failed_catch_ups: counter(names::INDEX_FAILED_CATCH_UPS, "Questions to workers that had no answer."),
             snapshots: counter(names::INDEX_SNAPSHOTS, "Snapshots applied."),
+            bootstrapped_sources: counter(
+                names::INDEX_BOOTSTRAPPED_SOURCES,
+                "Sources whose first snapshot came from a KV master.",
+            ),
             digest_matches: counter(names::INDEX_DIGEST_MATCHES, "Digests that matched."),
             digest_mismatches: counter(names::INDEX_DIGEST_MISMATCHES, "Digests that did not match."),
             closed_incarnations: counter(names::INDEX_CLOSED_INCARNATIONS, "Incarnations that were closed."),
@@ -190,6 +195,7 @@ impl FeedMetrics {
         raise(&self.catch_ups, counters.catch_ups);
         raise(&self.failed_catch_ups, counters.failed_catch_ups);
         raise(&self.snapshots, counters.snapshots);
+        raise(&self.bootstrapped_sources, stats.bootstrapped_sources);
         raise(&self.digest_matches, counters.equal_digests);
         raise(&self.digest_mismatches, counters.mismatches);
         raise(&self.closed_incarnations, counters.tombstones);

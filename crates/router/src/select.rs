@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use kvist_blocks::{Namespace, Rank, block_hashes, usable_blocks};
+use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
-use kvist_index::{Index, Overlap};
+use kvist_index::{Holder, Index, Overlap, RecentDecisions};
 use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
 use kvist_schedule::{Candidate, ReservationId, Reservations, TargetId, TargetPromise, decide};
 use kvist_text::ModelText;
@@ -29,6 +29,16 @@ const EXPECTED_COMPLETION_TOKENS: u64 = 128;
 
 /// Most tokens that a request is expected to generate, whatever it asks for: most answers end long before their limit.
 const MOST_EXPECTED_COMPLETION_TOKENS: u64 = 256;
+
+/// How long a decision stands for blocks that an exact index does not show: about the time that a prompt waits and is
+/// computed. After that the index is right.
+const RECENT_BESIDE_EXACT: Duration = Duration::from_secs(10);
+
+/// How long it does so while the index does not speak for the present, as when the event plane is down.
+const RECENT_WITHOUT_EXACT: Duration = Duration::from_secs(120);
+
+/// Bounds the memory of recent decisions: about 1,500 prompts of 100,000 tokens, or 20,000 of 200; some 20 MB.
+const MOST_RECENT_MARKS: usize = 200_000;
 
 /// What a prompt needs of a target.
 #[derive(Clone, Debug)]
@@ -131,16 +141,36 @@ impl Drop for Reservation {
 pub(crate) struct Selector {
     pub(crate) index: Arc<Index>,
     book: Arc<Mutex<Reservations>>,
+    recent: Mutex<RecentDecisions>,
+    /// From which `recent` counts time.
+    started: Instant,
 }
 
-/// Overlaps of one block size and namespace.
+/// What is known of a prompt in one block size and namespace.
+#[derive(Default)]
 struct Matches {
+    hashes: Vec<BlockHash>,
     overlaps: HashMap<TargetId, Overlap>,
+    recent: Vec<kvist_index::RecentOverlap>,
+}
+
+impl Matches {
+    /// Blocks that recent decisions have sent to a target; how old a decision may be depends on what the index knows.
+    fn recent_blocks(&self, node: &WorkerNode, target: &TargetId, is_exact: bool) -> usize {
+        let valid_for = if is_exact { RECENT_BESIDE_EXACT } else { RECENT_WITHOUT_EXACT };
+        let is_of_target = |overlap: &&kvist_index::RecentOverlap| {
+            let Holder { source, incarnation } = &*overlap.holder;
+            source.worker == target.worker && source.rank == target.rank && *incarnation == node.incarnation
+        };
+        let found = self.recent.iter().filter(is_of_target).find(|overlap| overlap.age <= valid_for);
+        found.map_or(0, |overlap| overlap.blocks as usize)
+    }
 }
 
 impl Selector {
     pub(crate) fn new(index: Arc<Index>) -> Self {
-        Self { index, book: Arc::default() }
+        let recent = Mutex::new(RecentDecisions::new(MOST_RECENT_MARKS, RECENT_WITHOUT_EXACT));
+        Self { index, book: Arc::default(), recent, started: Instant::now() }
     }
 
     /// Open reservations and their tokens at a target.
@@ -202,6 +232,10 @@ impl Selector {
                     .and_then(|(_, _, matches)| matches.overlaps.get(&target))
                     .filter(|overlap| overlap.incarnation == node.incarnation);
                 let matched = overlap.map_or(0, |overlap| (overlap.matched_blocks as usize).min(usable));
+                let is_exact = overlap.is_some_and(|overlap| overlap.state.is_exact());
+                let recent = lookups
+                    .get(position)
+                    .map_or(0, |(_, _, matches)| matches.recent_blocks(node, &target, is_exact).min(usable));
                 let load = node
                     .connection
                     .as_ref()
@@ -216,7 +250,9 @@ impl Selector {
                         state: overlap.state,
                         applied_sequence: overlap.applied_sequence,
                         tier_blocks: overlap.tier_blocks,
+                        matched_blocks: overlap.matched_blocks,
                     }),
+                    recent_blocks: to_u32(recent),
                     uncached_tokens: 0,
                     promised_tokens: 0,
                     cost_tokens: None,
@@ -224,7 +260,7 @@ impl Selector {
                 });
                 candidates.push(Candidate {
                     target,
-                    uncached_tokens: (prompt_tokens - matched * block_size) as u64,
+                    uncached_tokens: (prompt_tokens - matched.max(recent) * block_size) as u64,
                     promised_tokens: 0,
                     active_requests: load
                         .map_or(0, |load| u64::from(load.running_requests) + u64::from(load.waiting_requests)),
@@ -277,15 +313,16 @@ impl Selector {
         });
         let result = match chosen_node {
             Some((node, rank)) => {
-                let chosen = record.chosen_candidate();
-                let speaks = chosen.and_then(|seen| seen.claim.as_ref()).is_some_and(|claim| claim.state.is_exact());
-                let cached = chosen.map(|seen| (prompt_tokens as u64).saturating_sub(seen.uncached_tokens));
-                Ok(Placement {
-                    node: Arc::clone(node),
-                    rank: *rank,
-                    reservation,
-                    expected_cached_tokens: cached.filter(|_| speaks).and_then(|cached| u32::try_from(cached).ok()),
-                })
+                if reserve {
+                    self.note(node, *rank, &lookups);
+                }
+                // What the index claims; what recent decisions make likely is no claim.
+                let claim = record.chosen_candidate().and_then(|seen| seen.claim.as_ref());
+                let cached = claim.filter(|claim| claim.state.is_exact()).map(|claim| {
+                    let blocks = claim.matched_blocks.min(record.prompt_blocks);
+                    blocks.saturating_mul(record.block_size_tokens)
+                });
+                Ok(Placement { node: Arc::clone(node), rank: *rank, reservation, expected_cached_tokens: cached })
             }
             None => Err(why_none(&record, missing_field)),
         };
@@ -295,7 +332,7 @@ impl Selector {
     fn look_up(&self, view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Matches {
         let usable = usable_blocks(demand.tokens.len(), block_size);
         if usable == 0 {
-            return Matches { overlaps: HashMap::new() };
+            return Matches::default();
         }
         let root = Namespace::new(namespace, &demand.adapter, &demand.cache_salt).root(view.seed());
         let hashes = block_hashes(root, demand.tokens.get(..usable * block_size).unwrap_or_default(), block_size);
@@ -303,7 +340,21 @@ impl Selector {
             self.index.lookup(&hashes).into_iter().map(|overlap| {
                 (TargetId { worker: overlap.source.worker.clone(), rank: overlap.source.rank }, overlap)
             });
-        Matches { overlaps: overlaps.collect() }
+        let overlaps = overlaps.collect();
+        let recent = self.recent.lock().look_up(self.started.elapsed(), &hashes);
+        Matches { hashes, overlaps, recent }
+    }
+
+    /// Remembers where a prompt was sent, until the events tell what came of it.
+    fn note(&self, node: &WorkerNode, rank: u32, lookups: &[(&str, usize, Matches)]) {
+        let known = lookups
+            .iter()
+            .find(|(namespace, size, _)| *namespace == node.entry.namespace && *size == node.block_size());
+        if let Some((_, _, matches)) = known.filter(|(_, _, matches)| !matches.hashes.is_empty()) {
+            let source = SourceKey { worker: node.uid.clone(), rank: Rank(rank) };
+            let holder = Holder { source, incarnation: node.incarnation };
+            self.recent.lock().note(self.started.elapsed(), holder, &matches.hashes);
+        }
     }
 }
 

@@ -3,10 +3,10 @@
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use kvist_proto::router::v1::router_service_server::RouterServiceServer;
+use kvist_telemetry::{GrpcHealth, reflection};
 use tokio::net::TcpListener;
 use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
-use tonic_health::{ServingStatus, server::HealthReporter};
 
 use crate::{core::RouterCore, keys::ApiKeys, service::Service};
 
@@ -19,7 +19,8 @@ pub struct GrpcServer {
     address: SocketAddr,
     closing: CancellationToken,
     task: AbortOnDropHandle<()>,
-    _health: AbortOnDropHandle<()>,
+    health: GrpcHealth,
+    following: AbortOnDropHandle<()>,
 }
 
 impl GrpcServer {
@@ -30,22 +31,20 @@ impl GrpcServer {
     pub async fn start(listen: &str, core: Arc<RouterCore>, keys: Arc<ApiKeys>) -> io::Result<Self> {
         let listener = TcpListener::bind(listen).await?;
         let address = listener.local_addr()?;
-        let (health, health_service) = tonic_health::server::health_reporter();
+        let (health, health_service) = GrpcHealth::start(SERVICE).await;
         let mut serving = core.watch_serving();
-        set_health(&health, *serving.borrow_and_update()).await;
-        health.set_service_status("liveness", ServingStatus::Serving).await;
-        let health_task = tokio::spawn(async move {
-            while serving.changed().await.is_ok() {
-                let now = *serving.borrow_and_update();
-                set_health(&health, now).await;
+        health.set_serving(*serving.borrow_and_update()).await;
+        let following = tokio::spawn({
+            let health = health.clone();
+            async move {
+                while serving.changed().await.is_ok() {
+                    let is_serving = *serving.borrow_and_update();
+                    health.set_serving(is_serving).await;
+                }
             }
         });
-        let reflection = || {
-            tonic_reflection::server::Builder::configure()
-                .register_encoded_file_descriptor_set(kvist_proto::DESCRIPTOR_SET)
-                .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        };
-        let reflection_error = |error: tonic_reflection::server::Error| io::Error::other(error.to_string());
+        let (reflection, reflection_alpha) =
+            reflection(kvist_proto::DESCRIPTOR_SET, SERVICE).map_err(|error| io::Error::other(error.to_string()))?;
         let closing = CancellationToken::new();
         let closed = closing.clone().cancelled_owned();
         let service = RouterServiceServer::new(Service { core, keys })
@@ -56,8 +55,8 @@ impl GrpcServer {
             .http2_keepalive_interval(Some(Duration::from_secs(30)))
             .http2_keepalive_timeout(Some(Duration::from_secs(10)))
             .add_service(health_service)
-            .add_service(reflection().build_v1().map_err(reflection_error)?)
-            .add_service(reflection().build_v1alpha().map_err(reflection_error)?)
+            .add_service(reflection)
+            .add_service(reflection_alpha)
             .add_service(service);
         let incoming = tokio_stream::StreamExt::map(TcpListenerStream::new(listener), |connection| {
             // Frames are small and wait for nothing.
@@ -68,7 +67,8 @@ impl GrpcServer {
                 tracing::error!(%error, "grpc_server_failed");
             }
         });
-        Ok(Self { address, closing, task: AbortOnDropHandle::new(task), _health: AbortOnDropHandle::new(health_task) })
+        let (task, following) = (AbortOnDropHandle::new(task), AbortOnDropHandle::new(following));
+        Ok(Self { address, closing, task, health, following })
     }
 
     /// Where it listens.
@@ -79,15 +79,11 @@ impl GrpcServer {
 
     /// Takes no new connections, lets calls end for as long as given, then ends them.
     pub async fn stop(self, time_limit: Duration) {
+        // Nothing may set the health anew once it is closed.
+        self.following.abort();
+        self.health.close().await;
         self.closing.cancel();
         // What has not ended in time is aborted with the task.
         let _ = tokio::time::timeout(time_limit, self.task).await;
-    }
-}
-
-async fn set_health(health: &HealthReporter, serving: bool) {
-    let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
-    for service in ["", "readiness", SERVICE] {
-        health.set_service_status(service, status).await;
     }
 }

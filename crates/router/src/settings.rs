@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use kvist_errors::{Code, KvistError};
+use kvist_events::{BusSettings, EventsError};
 use serde::Deserialize;
 
 /// Settings of a router, as JSON.
@@ -19,12 +20,21 @@ pub struct RouterSettings {
     pub admin_listen: String,
     /// Where KV events come from; without it the router follows each worker's ledger itself.
     pub nats_url: Option<String>,
+    /// `host:port` of KV masters, which a new index asks before it asks every worker.
+    pub kvmasters: Vec<String>,
+    /// File with NATS credentials; none for servers that ask for none or find them in the URL.
+    pub nats_credentials_file: Option<PathBuf>,
+    /// Authorities that sign the NATS servers' certificates, as PEM; without it the system's.
+    pub nats_tls_ca_file: Option<PathBuf>,
     /// API keys, one a line: `name:sha256hex[:cache_salt]`. Without it everybody may ask.
     pub api_keys_file: Option<PathBuf>,
     /// Most bytes of the index.
     pub index_byte_budget_bytes: u64,
     /// Time a request may take when its client states none.
     pub default_deadline_ms: u64,
+    /// After the start, requests wait until this time for the first target of their model instead of being refused:
+    /// known workers are still being connected to.
+    pub startup_wait_ms: u64,
     /// Largest HTTP body.
     pub body_limit_bytes: usize,
     /// Time without an event after which a stream gets a comment line.
@@ -45,9 +55,13 @@ impl Default for RouterSettings {
             grpc_listen: "127.0.0.1:0".to_owned(),
             admin_listen: "127.0.0.1:0".to_owned(),
             nats_url: None,
+            kvmasters: Vec::new(),
+            nats_credentials_file: None,
+            nats_tls_ca_file: None,
             api_keys_file: None,
             index_byte_budget_bytes: 256 * 1024 * 1024,
             default_deadline_ms: 600_000,
+            startup_wait_ms: 5_000,
             body_limit_bytes: 32 * 1024 * 1024,
             keep_alive_interval_ms: 10_000,
             text_threads: 0,
@@ -81,6 +95,31 @@ impl RouterSettings {
             }
         }
         Ok(settings)
+    }
+
+    /// How to reach the bus, once the cluster's name is known; none without a bus.
+    #[must_use]
+    pub fn bus(&self) -> Option<BusSettings> {
+        let mut bus = BusSettings::new(self.nats_url.clone()?, "");
+        bus.client_name = format!("kvist-router-{}", self.name);
+        bus.credentials_file.clone_from(&self.nats_credentials_file);
+        bus.tls_ca_file.clone_from(&self.nats_tls_ca_file);
+        Some(bus)
+    }
+
+    /// Sees to it that the bus could be connected to. The feed begins with the first cluster state only, and people
+    /// should hear of a wrong file before that.
+    ///
+    /// # Errors
+    /// Which setting is wrong, and why.
+    pub fn check_bus(&self) -> Result<(), KvistError> {
+        let Some(bus) = self.bus() else { return Ok(()) };
+        bus.check().map_err(|error| match error {
+            EventsError::File { field, reason } => {
+                KvistError::field(Code::InvalidArgument, format!("nats_{field}"), reason)
+            }
+            error => KvistError::field(Code::InvalidArgument, "nats_url", error.to_string()),
+        })
     }
 }
 

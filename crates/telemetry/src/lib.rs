@@ -5,6 +5,8 @@
 
 mod admin;
 mod calendar;
+mod clock;
+mod grpc;
 mod log;
 mod metrics;
 pub mod names;
@@ -15,6 +17,8 @@ mod span;
 mod traceparent;
 
 pub use admin::{AdminServer, ReadyFlag};
+pub use clock::{now_unix_nanos, timestamp};
+pub use grpc::{GrpcHealth, reflection};
 pub use log::{LogFormat, LogWriter};
 pub use metrics::{Metrics, latency_buckets_seconds};
 pub use request_line::RequestLine;

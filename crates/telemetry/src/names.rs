@@ -70,6 +70,8 @@ names! { METRICS:
     INDEX_FAILED_CATCH_UPS = "kvist_index_failed_catch_ups_total";
     /// Snapshots taken into the index.
     INDEX_SNAPSHOTS = "kvist_index_snapshots_total";
+    /// Sources whose first snapshot came from a KV master.
+    INDEX_BOOTSTRAPPED_SOURCES = "kvist_index_bootstrapped_sources_total";
     /// Digests that matched.
     INDEX_DIGEST_MATCHES = "kvist_index_digest_matches_total";
     /// Digests that did not match.

@@ -174,7 +174,17 @@ fn parse_levels(text: &str) -> Result<Targets, TelemetryError> {
         })
         .collect::<Option<_>>()
         .ok_or_else(|| TelemetryError::LogLevel(text.to_owned()))?;
-    translated.join(",").parse().map_err(|_| TelemetryError::LogLevel(text.to_owned()))
+    // What a library says at `info` has another schema and is of no interest to an operator. A directive of the
+    // caller's own about it comes later and counts.
+    let is_verbose = translated.iter().any(|directive| ["info", "debug", "trace"].contains(&directive.as_str()));
+    let quiet = is_verbose.then(|| "async_nats=warn".to_owned());
+    quiet
+        .into_iter()
+        .chain(translated)
+        .collect::<Vec<_>>()
+        .join(",")
+        .parse()
+        .map_err(|_| TelemetryError::LogLevel(text.to_owned()))
 }
 
 fn exporter_is_configured(variable: impl Fn(&str) -> Option<String>) -> bool {

@@ -6,16 +6,10 @@ use kvist_proto::{
     engine::v1::{SnapshotBlocks, SnapshotChunk},
     events::v1::{self, BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch, SourceId, kv_event},
 };
+use kvist_telemetry::timestamp;
 
 /// Blocks in one chunk of a snapshot.
 const CHUNK_BLOCKS: usize = 8192;
-
-pub(crate) fn timestamp(unix_nanos: u64) -> prost_types::Timestamp {
-    prost_types::Timestamp {
-        seconds: i64::try_from(unix_nanos / 1_000_000_000).unwrap_or(i64::MAX),
-        nanos: i32::try_from(unix_nanos % 1_000_000_000).unwrap_or(0),
-    }
-}
 
 pub(crate) fn batch(source: &SourceId, batch: &Batch) -> KvEventBatch {
     let events = batch

@@ -3,8 +3,9 @@
 use std::{sync::Arc, time::Duration};
 
 use kvist_proto::engine::v1::{AbortReason, DrainResponse};
+use kvist_telemetry::{now_unix_nanos, timestamp};
 
-use crate::{convert, host::now_unix_nanos, worker::Worker};
+use crate::worker::Worker;
 
 /// How long an engine may take to end an aborted request.
 const ABORT_LIMIT: Duration = Duration::from_secs(5);
@@ -30,6 +31,6 @@ pub(crate) async fn drain(worker: &Arc<Worker>, limit: Duration) -> DrainRespons
     DrainResponse {
         finished_requests: number(before.saturating_sub(rest.len())),
         aborted_requests: number(rest.len()),
-        drained_at: Some(convert::timestamp(now_unix_nanos())),
+        drained_at: Some(timestamp(now_unix_nanos())),
     }
 }

@@ -1,13 +1,11 @@
 //! What the worker offers its engine: the ledgers, and a place to report load.
 
-use std::{
-    sync::{Arc, Weak},
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::sync::{Arc, Weak};
 
 use kvist_blocks::{Batch, BlockHash, HashSeed, Namespace, Tier};
 use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerDigest, LedgerSettings, Snapshot, StoredBlocks};
 use kvist_proto::events::v1::{LoadReport, SourceId};
+use kvist_telemetry::now_unix_nanos;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -206,9 +204,4 @@ impl EngineHost {
     pub(crate) fn block_count(&self) -> u64 {
         self.inner.ranks.iter().map(|rank| rank.ledger.lock().block_count()).sum()
     }
-}
-
-pub(crate) fn now_unix_nanos() -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

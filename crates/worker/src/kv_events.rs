@@ -13,17 +13,15 @@ use kvist_proto::{
     },
     events::v1::SourceId,
 };
+use kvist_telemetry::now_unix_nanos;
 use tokio::{
     sync::{Semaphore, mpsc},
     time::{Instant, MissedTickBehavior},
 };
-use tokio_util::task::TaskTracker;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::Status;
 
-use crate::{
-    EngineHost, convert,
-    host::{History, now_unix_nanos},
-};
+use crate::{EngineHost, convert, host::History, worker::stopped};
 
 /// Messages that wait for the transport.
 const CHANNEL_MESSAGES: usize = 16;
@@ -38,6 +36,7 @@ pub(crate) struct KvEvents {
     snapshots: Arc<Semaphore>,
     readers: TaskTracker,
     digest_interval: Duration,
+    stopping: CancellationToken,
 }
 
 /// The reader has gone.
@@ -57,11 +56,13 @@ struct Reader {
 }
 
 impl KvEvents {
-    pub(crate) fn new(digest_interval: Duration) -> Self {
+    /// Serves readers until told to stop, which ends each with an error.
+    pub(crate) fn new(digest_interval: Duration, stopping: CancellationToken) -> Self {
         Self {
             snapshots: Arc::new(Semaphore::new(CONCURRENT_SNAPSHOTS)),
             readers: TaskTracker::new(),
             digest_interval: digest_interval.max(Duration::from_millis(10)),
+            stopping,
         }
     }
 
@@ -92,9 +93,15 @@ impl KvEvents {
                 sender: sender.clone(),
             };
             let digest_interval = request.follow.then_some(self.digest_interval);
+            let (sender, stopping) = (sender.clone(), self.stopping.clone());
             self.readers.spawn(async move {
-                // A reader that has gone needs nothing more.
-                let _ = reader.serve(digest_interval).await;
+                tokio::select! {
+                    // A reader that has gone needs nothing more.
+                    _ = reader.serve(digest_interval) => {}
+                    () = stopping.cancelled() => {
+                        let _ = sender.send(Err(stopped().into())).await;
+                    }
+                }
             });
         }
         Ok(receiver)

@@ -8,13 +8,12 @@ use kvist_proto::{
     DESCRIPTOR_SET,
     engine::v1::{Limits, WorkerDescription, engine_service_server::EngineServiceServer},
 };
-use kvist_telemetry::{AdminServer, ReadyFlag};
+use kvist_telemetry::{AdminServer, GrpcHealth, ReadyFlag, reflection};
 use serde::Serialize;
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Server;
-use tonic_health::{ServingStatus, server::HealthReporter};
 
 use crate::{
     Engine, EngineDescription, EngineHost, WorkerSettings,
@@ -27,7 +26,6 @@ use crate::{
 };
 
 const SERVICE: &str = "kvist.engine.v1.EngineService";
-const HEALTH_SERVICE: &str = "grpc.health.v1.Health";
 /// How often numbers are sampled and old side streams dropped.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(500);
 /// How long open calls may take to end when the server stops.
@@ -59,7 +57,7 @@ pub struct WorkerServer {
 /// Health and `/readyz`, which say the same.
 #[derive(Clone)]
 struct Readiness {
-    health: HealthReporter,
+    health: GrpcHealth,
     flag: ReadyFlag,
 }
 
@@ -75,14 +73,7 @@ impl Readiness {
             Ok(()) => self.flag.set_ready(),
             Err(reason) => self.flag.set_not_ready(reason),
         }
-        let status = if ready.is_ok() { ServingStatus::Serving } else { ServingStatus::NotServing };
-        for name in ["", "readiness", SERVICE] {
-            self.health.set_service_status(name, status).await;
-        }
-        // A process that answers is alive, ready or not.
-        for name in ["liveness", HEALTH_SERVICE] {
-            self.health.set_service_status(name, ServingStatus::Serving).await;
-        }
+        self.health.set_serving(ready.is_ok()).await;
     }
 }
 
@@ -103,31 +94,29 @@ impl WorkerServer {
         let admin = AdminServer::start(admin_listen, worker.metrics.registry().clone(), flag.clone())
             .await
             .map_err(|error| cannot_listen("admin_listen", &error))?;
-        let (health, health_service) = tonic_health::server::health_reporter();
+        let (health, health_service) = GrpcHealth::start(SERVICE).await;
         let readiness = Readiness { health, flag };
         readiness.set(Err("the engine is loading")).await;
-        let service = Service { worker: Arc::clone(&worker), kv_events: KvEvents::new(digest_interval) };
+        let stopping = CancellationToken::new();
+        let service = Service {
+            worker: Arc::clone(&worker),
+            kv_events: KvEvents::new(digest_interval, stopping.clone()),
+            stopping: stopping.clone(),
+        };
         let service = EngineServiceServer::new(service)
             .max_decoding_message_size(kvist_link::MESSAGE_LIMIT_BYTES)
             .max_encoding_message_size(kvist_link::MESSAGE_LIMIT_BYTES);
-        let reflection = || {
-            tonic_reflection::server::Builder::configure()
-                .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
-                .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-                .with_service_name(SERVICE)
-                .with_service_name(HEALTH_SERVICE)
-        };
-        let internal = |error: tonic_reflection::server::Error| KvistError::new(Code::Internal, error.to_string());
+        let (reflection, reflection_alpha) =
+            reflection(DESCRIPTOR_SET, SERVICE).map_err(|error| KvistError::new(Code::Internal, error.to_string()))?;
         let router = Server::builder()
             .http2_keepalive_interval(Some(Duration::from_secs(2)))
             .http2_keepalive_timeout(Some(Duration::from_secs(3)))
             .initial_stream_window_size(4 * 1024 * 1024)
             .initial_connection_window_size(16 * 1024 * 1024)
             .add_service(health_service)
-            .add_service(reflection().build_v1().map_err(internal)?)
-            .add_service(reflection().build_v1alpha().map_err(internal)?)
+            .add_service(reflection)
+            .add_service(reflection_alpha)
             .add_service(service);
-        let stopping = CancellationToken::new();
         let stopped = stopping.clone().cancelled_owned();
         let server = tokio::spawn(async move {
             if let Err(error) = router.serve_with_incoming_shutdown(incoming(listener), stopped).await {
@@ -173,7 +162,9 @@ impl WorkerServer {
     /// Ends the engine and the server. What still runs ends with an error, never as if it were complete.
     pub async fn stop(mut self) {
         self.readiness.set(Err("the worker is being stopped")).await;
+        self.readiness.health.close().await;
         self.worker.begin_drain();
+        // Ends what follows events and load: such streams have no end of their own.
         self.stopping.cancel();
         // Errors first, so that routers need not find out by the loss of the connection.
         self.worker.link.close();
@@ -183,7 +174,7 @@ impl WorkerServer {
         }
         self.tasks.close();
         if tokio::time::timeout(STOP_LIMIT, &mut self.server).await.is_err() {
-            // Followers of events and load never end by themselves.
+            // A client that reads nothing.
             self.server.abort();
         }
         self.admin.stop();

@@ -22,13 +22,14 @@ use kvist_proto::engine::v1::{
 };
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
     drain::drain,
     kv_events::KvEvents,
     sink::Output,
-    worker::{Acceptor, Worker},
+    worker::{Acceptor, Worker, stopped},
 };
 
 /// Largest chunk of a tokenizer file.
@@ -42,6 +43,7 @@ type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 pub(crate) struct Service {
     pub(crate) worker: Arc<Worker>,
     pub(crate) kv_events: KvEvents,
+    pub(crate) stopping: CancellationToken,
 }
 
 fn not_implemented(what: &str) -> Status {
@@ -142,7 +144,9 @@ impl EngineService for Service {
             let report = WatchLoadResponse { loads: host.loads() };
             Some((Ok(report), (host, changes, Some(Instant::now()))))
         });
-        Ok(Response::new(reports.boxed()))
+        let stopping = self.stopping.clone().cancelled_owned();
+        let end = stream::once(std::future::ready(Err(stopped().into())));
+        Ok(Response::new(reports.take_until(stopping).chain(end).boxed()))
     }
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {

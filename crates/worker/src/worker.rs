@@ -291,6 +291,11 @@ impl Worker {
     }
 }
 
+/// Why what never ends by itself ends.
+pub(crate) fn stopped() -> KvistError {
+    KvistError::new(Code::Draining, "the worker is being stopped")
+}
+
 /// The worker as the link sees it.
 pub(crate) struct Acceptor(pub(crate) Arc<Worker>);
 

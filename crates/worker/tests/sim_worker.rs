@@ -88,6 +88,16 @@ async fn channel(server: &WorkerServer) -> Channel {
     endpoint.unwrap().connect().await.unwrap()
 }
 
+/// The error that ends a stream.
+async fn end_of<T>(stream: &mut Streaming<T>) -> Code {
+    loop {
+        match in_time(stream.message()).await {
+            Ok(part) => assert!(part.is_some(), "the stream ended as if it were complete"),
+            Err(status) => return from_status(&status).code,
+        }
+    }
+}
+
 async fn metrics(server: &WorkerServer) -> String {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let mut stream = tokio::net::TcpStream::connect(&server.addresses().admin_address).await.unwrap();
@@ -445,6 +455,26 @@ async fn stopping_ends_streams_with_an_error() {
     in_time(stream.next()).await;
     in_time(server.stop()).await;
     assert_eq!(Code::EngineLost, failure(&mut stream).await.code);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_idle_worker_ends_at_once_whoever_follows_it() {
+    let (server, link) = start(settings(quick())).await;
+    let mut events = link.client().watch_kv_events(watch(None, true)).await.unwrap().into_inner();
+    let mut loads = link.client().watch_load(WatchLoadRequest::default()).await.unwrap().into_inner();
+    let mut health = HealthClient::new(channel(&server).await);
+    let mut health = health.watch(HealthCheckRequest::default()).await.unwrap().into_inner();
+    assert_eq!("SERVING", in_time(health.message()).await.unwrap().unwrap().status().as_str_name());
+    in_time(events.message()).await.unwrap().unwrap();
+    in_time(loads.message()).await.unwrap().unwrap();
+    let begun = Instant::now();
+    server.stop().await;
+    // Far below the limit for clients that do not read.
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert_eq!(Code::Draining, end_of(&mut events).await);
+    assert_eq!(Code::Draining, end_of(&mut loads).await);
+    assert_eq!("NOT_SERVING", in_time(health.message()).await.unwrap().unwrap().status().as_str_name());
+    assert!(in_time(health.message()).await.unwrap().is_none());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -67,3 +67,8 @@ labels:
 {{- define "kvist.controllerAddress" -}}
 {{- printf "%s-controller.%s.svc:7100" (include "kvist.fullname" .) .Release.Namespace -}}
 {{- end -}}
+
+{{/* `host:port` of the KV master. */}}
+{{- define "kvist.kvmasterAddress" -}}
+{{- printf "%s-kvmaster.%s.svc:7200" (include "kvist.fullname" .) .Release.Namespace -}}
+{{- end -}}

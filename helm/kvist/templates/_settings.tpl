@@ -41,6 +41,9 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- if .Values.tls.enabled -}}
 {{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
 {{- end -}}
+{{- if .Values.kvmaster.enabled -}}
+{{- $_ := set $own "kvmasters" (list (include "kvist.kvmasterAddress" .)) -}}
+{{- end -}}
 {{- if .Values.router.apiKeys.existingSecret -}}
 {{- $_ := set $own "api_keys_file" (printf "/etc/kvist-api-keys/%s" .Values.router.apiKeys.key) -}}
 {{- end -}}
@@ -74,7 +77,12 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
   "controllers" (list (include "kvist.controllerAddress" .))
   "grpc" (include "kvist.listen" (dict "root" . "port" 7300 "canServeTls" true) | fromYaml)
   "bus" (include "kvist.bus" . | fromYaml)
-  "workers" (dict "command" (list "python" "/etc/kvist-worker/start_worker.py") "stop_on_exit" true)
+  "workers" (dict
+    "command" (list "python" "/etc/kvist-worker/start_worker.py")
+    "stop_on_exit" true
+    "listen_host" (trimAll "[]" .Values.listenHost)
+    "insecure" true
+  )
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
 {{- if .Values.tls.enabled -}}
@@ -83,7 +91,7 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- mergeOverwrite (deepCopy .Values.agent.settings) $own | toYaml -}}
 {{- end -}}
 
-{{/* What all workers share. Their addresses depend on the pod, so start_worker.py adds them. */}}
+{{/* What all workers share; start_worker.py lays what the agent says over it. */}}
 {{- define "kvist.worker.settings" -}}
 {{- mergeOverwrite (deepCopy .Values.worker.settings) (dict "telemetry" (deepCopy .Values.telemetry)) | toPrettyJson -}}
 {{- end -}}

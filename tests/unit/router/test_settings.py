@@ -20,6 +20,13 @@ def test_the_core_gets_what_was_set() -> None:
     assert core["nats_url"] == "nats://x:1,nats://y:2"
     assert core["default_deadline_ms"] == 2500
     assert "api_keys_file" not in core
+    assert "nats_credentials_file" not in core
+
+
+def test_the_core_gets_the_files_of_the_bus() -> None:
+    files = {"bus.credentials_file": "/k/user.creds", "bus.tls_ca_file": "/k/ca.pem"}
+    core = core_settings(read(**{"controllers": "a:1", "bus.urls": "tls://x:1", **files}))
+    assert (core["nats_credentials_file"], core["nats_tls_ca_file"]) == ("/k/user.creds", "/k/ca.pem")
 
 
 @pytest.mark.parametrize(

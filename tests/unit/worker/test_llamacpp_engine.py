@@ -77,7 +77,9 @@ class Sink:
     def finished(self, finished: bytes) -> None:
         self._end(engine_pb2.Finished.FromString(finished))
 
-    def failed(self, code: str, message: str, *, not_started: bool = False) -> None:
+    def failed(
+        self, code: str, message: str, *, not_started: bool = False, fields: list[tuple[str, str]] | None = None
+    ) -> None:
         self._end((code, not_started))
 
     def wait(self) -> Any:

@@ -37,6 +37,8 @@ pub enum Script {
     Hold(&'static str),
     /// A failure, said to be before anything was started or not.
     Fail(Code, bool),
+    /// A field that cannot be honored.
+    Refuse(&'static str),
 }
 
 /// What a test sees of an engine.
@@ -116,6 +118,9 @@ impl Engine for ScriptedEngine {
             Script::Hold(text) => {
                 say(&sink, text);
                 self.running.lock().insert(id.clone(), (sink, prompt));
+            }
+            Script::Refuse(field) => {
+                sink.failed(&KvistError::field(Code::UnsupportedField, field, "cannot be honored").before_start());
             }
             Script::Fail(code, not_started) => {
                 let mut error = KvistError::new(code, "as the script says");
@@ -287,7 +292,8 @@ pub async fn router(settings: RouterSettings, workers: &[&TestWorker]) -> Router
 }
 
 pub fn settings() -> RouterSettings {
-    RouterSettings { name: "r1".to_owned(), ..RouterSettings::default() }
+    // What is not there is refused at once, so that tests need not wait.
+    RouterSettings { name: "r1".to_owned(), startup_wait_ms: 0, ..RouterSettings::default() }
 }
 
 /// An answer with its body read.

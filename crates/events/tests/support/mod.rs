@@ -2,12 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "support of tests")]
 
 mod forwarder;
+mod kvmaster;
 mod nats;
 mod worker;
 
 use std::time::{Duration, Instant};
 
 pub(crate) use forwarder::Forwarder;
+pub(crate) use kvmaster::ScriptedKvMaster;
 pub(crate) use nats::NatsServer;
 pub(crate) use worker::ScriptedWorker;
 

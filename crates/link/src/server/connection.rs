@@ -155,15 +155,18 @@ impl Connection {
         self.closing.cancelled().await;
     }
 
-    /// Ends the stream and aborts its requests. The first reason counts; without one the stream just ends.
+    /// Ends the stream and aborts its requests. The first reason counts, and comes after all that was said before;
+    /// without one the stream just ends.
     pub(super) fn close(&self, error: Option<KvistError>) {
         let streams = {
             let mut state = self.state.lock();
             if state.closed.is_some() {
                 return;
             }
+            if error.is_none() {
+                state.events.clear();
+            }
             state.closed = Some(error);
-            state.events.clear();
             state.wake();
             std::mem::take(&mut state.streams)
         };
@@ -218,7 +221,13 @@ impl ConnectFrames {
         let connection = &*self.connection;
         let mut state = connection.state.lock();
         if let Some(closed) = &mut state.closed {
-            return Poll::Ready(closed.take().map(|error| Err(error.into())));
+            let error = closed.take();
+            if state.events.is_empty() {
+                return Poll::Ready(error.map(|error| Err(error.into())));
+            }
+            state.closed = Some(error);
+            let (welcome, events) = (state.welcome.take(), state.take_events());
+            return Poll::Ready(Some(Ok(ConnectResponse { welcome, events, ..ConnectResponse::default() })));
         }
         loop {
             let now = Instant::now();

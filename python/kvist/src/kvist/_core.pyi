@@ -36,6 +36,17 @@ class EngineHost:
     def failed(self, reason: str) -> None:
         """The engine is broken: nothing new is taken and what runs fails. The reason is for the log."""
 
+class NatsCredentials:
+    """A user's credentials at NATS."""
+
+    def __new__(cls, text: str) -> Self:
+        """Reads the text of a credentials file."""
+    @property
+    def jwt(self) -> str:
+        """The token."""
+    def sign(self, nonce: bytes) -> bytes:
+        """Signs what the server has made up."""
+
 class RequestSink:
     """Where the events of one request go. Dropped before its end, the request fails."""
 
@@ -50,8 +61,15 @@ class RequestSink:
         """
     def finished(self, finished: bytes) -> None:
         """The engine ended the request: an encoded `kvist.engine.v1.Finished`."""
-    def failed(self, code: str, message: str, not_started: bool = False, retry_after_ms: int | None = None) -> None:
-        """The request failed, with a code of the catalogue and a public text."""
+    def failed(
+        self,
+        code: str,
+        message: str,
+        not_started: bool = False,
+        retry_after_ms: int | None = None,
+        fields: list[tuple[str, str]] = ...,
+    ) -> None:
+        """The request failed, with a code of the catalogue, a public text, and (path, why) of each wrong field."""
     def is_aborted(self) -> bool:
         """Whether somebody has asked for its end."""
 

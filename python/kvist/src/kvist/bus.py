@@ -8,12 +8,14 @@ listeners that reconnect more slowly must be back.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import re
 import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import nats
 from google.protobuf.message import Message
@@ -22,7 +24,8 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvist import names, telemetry
+from kvist import _core, names, telemetry
+from kvist.errors import invalid_field
 from kvist.events.v1 import events_pb2
 from kvist.settings import BusSettings
 
@@ -49,6 +52,55 @@ def subject(cluster: str, *tokens: str) -> str:
         if not _TOKEN.fullmatch(token):
             raise ValueError(f"{token!r} is no token of a subject: letters, digits, '-' and '_' only")
     return ".".join((_SUBJECT_PREFIX, cluster, *tokens))
+
+
+def check_files(settings: BusSettings) -> None:
+    """Sees to it that the files of the settings can be used: a process should say so at its start, not at a connection.
+
+    Raises:
+        InvalidRequestError: Which setting is wrong, and why.
+    """
+    if not settings.urls:
+        return
+    if settings.credentials_file is not None:
+        _credentials(settings.credentials_file)
+    if settings.tls_ca_file is not None:
+        _tls(settings.tls_ca_file)
+
+
+def _credentials(file: Path) -> _core.NatsCredentials:
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise invalid_field("bus.credentials_file", f"cannot be read: {_reason(failure)}") from failure
+    try:
+        return _core.NatsCredentials(text)
+    except _core.CoreError as failure:
+        raise invalid_field("bus.credentials_file", "holds no NATS credentials") from failure
+
+
+def _tls(ca_file: Path) -> ssl.SSLContext:
+    try:
+        pem = ca_file.read_text()
+    except (OSError, UnicodeDecodeError) as failure:
+        raise invalid_field("bus.tls_ca_file", f"cannot be read: {_reason(failure)}") from failure
+    try:
+        return ssl.create_default_context(cadata=pem)
+    except (ssl.SSLError, ValueError) as failure:
+        raise invalid_field("bus.tls_ca_file", "holds no certificate as PEM") from failure
+
+
+def _reason(failure: Exception) -> str:
+    return (failure.strerror if isinstance(failure, OSError) else None) or "it is no text"
+
+
+class _TlsClient(Client):
+    """A client that says nothing to a server without TLS; the library's own goes on in plain text."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and not info.get("tls_required", False):
+            raise NatsError("the server offers no TLS")
+        await super()._process_info(info, initial_connection)
 
 
 class Bus:
@@ -159,18 +211,22 @@ class Bus:
 
     async def _connect(self) -> None:
         """Connects for the first time; from then on the client reconnects by itself."""
-        tls = None
+        proof: dict[str, Any] = {}
         if self._settings.tls_ca_file is not None:
-            tls = ssl.create_default_context(cafile=self._settings.tls_ca_file)
+            proof["tls"] = _tls(self._settings.tls_ca_file)
+        if self._settings.credentials_file is not None:
+            credentials = _credentials(self._settings.credentials_file)
+            # The client's own reading of such files needs a package that is not here.
+            proof["user_jwt_cb"] = credentials.jwt.encode
+            proof["signature_cb"] = lambda nonce: base64.b64encode(credentials.sign(nonce.encode()))
         while True:
-            client = Client()
+            client = Client() if self._settings.tls_ca_file is None else _TlsClient()
             try:
                 # A whole first attempt is made anew each time: the client's own loop would hide why it fails.
                 await client.connect(
                     servers=list(self._settings.urls),
                     name=self._client_name,
-                    user_credentials=str(self._settings.credentials_file) if self._settings.credentials_file else None,
-                    tls=tls,
+                    **proof,
                     allow_reconnect=True,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=_RECONNECT_SECONDS,  # type: ignore[arg-type]  # A fraction works.

@@ -70,7 +70,19 @@ def to_resource(document: object) -> Resource:
 def to_document(resource: Resource) -> dict[str, Any]:
     """A resource as people write it, with what the controller adds."""
     document: dict[str, Any] = json_format.MessageToDict(resource)
-    return {key: document[key] for key in _TOP if key in document}
+    if "generation" in document.get("metadata", {}):
+        # The protocol's JSON writes 64-bit numbers as text.
+        document["metadata"]["generation"] = int(document["metadata"]["generation"])
+    return {key: _whole(document[key]) for key in _TOP if key in document}
+
+
+def _whole(value: Any) -> Any:
+    """A value as it was written: the protocol's structures know no whole numbers."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _unknown(prefix: str, section: Mapping[Any, Any], known: tuple[str, ...]) -> Iterator[FieldViolation]:

@@ -24,6 +24,7 @@ from kvist import settings as settings_module
 from kvist import telemetry
 from kvist.admin import Readiness
 from kvist.atomic_file import write_atomically
+from kvist.quick_end import skip_last_collection
 from kvist.settings import Loaded, Settings, SettingsError, TelemetrySettings
 
 EXIT_OK = 0
@@ -102,11 +103,16 @@ def run(
 def _serve(
     service: str, loaded: Loaded[_S], main: Callable[[Process[_S]], Awaitable[None]], *, ready_path: Path | None
 ) -> int:
+    skip_last_collection()
     section = getattr(loaded.settings, "telemetry", None)
+    # Processes that are told apart by name have such a setting.
+    instance = str(getattr(loaded.settings, "name", ""))
     telemetry.configure_logging(
-        section if isinstance(section, TelemetrySettings) else TelemetrySettings(), service=service
+        section if isinstance(section, TelemetrySettings) else TelemetrySettings(),
+        service=f"kvist-{service}",
+        instance=instance,
     )
-    telemetry.start_tracing(service=f"kvist-{service}")
+    telemetry.start_tracing(service=f"kvist-{service}", instance=instance)
     log = telemetry.logger("kvist")
     process = Process(
         settings=loaded.settings,

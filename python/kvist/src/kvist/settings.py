@@ -117,6 +117,16 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def check_plain_text(address: str, *, insecure: bool) -> None:
+    """Refuses plain text off loopback, for a listener that has no TLS of its own, unless it is wanted.
+
+    Raises:
+        ValueError: The address is not `host:port`, or is not loopback.
+    """
+    if not insecure and not is_loopback(split_address(address)[0]):
+        raise ValueError(f"{address} is not loopback: say `insecure: true`, or put a TLS proxy before it")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the host; a name other than localhost counts as not."""
     if host in _LOOPBACK_NAMES:

@@ -51,6 +51,8 @@ async def main(process: Process[AgentSettings]) -> None:
                 command=partial(_worker_command, settings.workers.command),
                 client=client,
                 publish_tombstone=events.publish_tombstone,
+                settings=settings.workers,
+                advertised_host=settings.advertised_host,
             )
         )
         service = AgentService(slots, client=client, inventory=inventory)

@@ -7,13 +7,12 @@ keeps; until it is known, tombstones wait.
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
 from kvist import _core
-from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY, WorkerStatus
-from kvist.bus import Bus
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY
+from kvist.bus import Bus, check_files
 from kvist.errors import core_errors
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.settings import BusSettings
@@ -30,6 +29,8 @@ class EventPlane:
     """The node's share of the event plane."""
 
     def __init__(self, settings: BusSettings, *, node_uid: str, registry: CollectorRegistry) -> None:
+        # The bus is used once the cluster is known; a wrong file is to be known before.
+        check_files(settings)
         self._settings = settings
         self._client_name = f"agent-{node_uid}"
         self._registry = registry
@@ -74,13 +75,7 @@ class EventPlane:
                 self._bus = None
 
     async def _relay(self, slots: WorkerSlots) -> None:
-        settings = {
-            "nats_url": ",".join(self._settings.urls),
-            "cluster": self._cluster,
-            "client_name": f"{self._client_name}-relay",
-        }
-        if self._settings.credentials_file is not None:
-            settings["credentials_file"] = str(self._settings.credentials_file)
+        settings = relay_settings(self._settings, cluster=self._cluster, client_name=f"{self._client_name}-relay")
         runtime = _core.Runtime(RELAY_THREADS)
         try:
             with core_errors():
@@ -98,11 +93,21 @@ class EventPlane:
             runtime.close()
 
 
-def relayed_workers(statuses: Iterable[WorkerStatus]) -> str:
+def relay_settings(bus: BusSettings, *, cluster: str, client_name: str) -> dict[str, str]:
+    """What the relay is told."""
+    settings = {"nats_url": ",".join(bus.urls), "cluster": cluster, "client_name": client_name}
+    if bus.credentials_file is not None:
+        settings["credentials_file"] = str(bus.credentials_file)
+    if bus.tls_ca_file is not None:
+        settings["tls_ca_file"] = str(bus.tls_ca_file)
+    return settings
+
+
+def relayed_workers(slots: WorkerSlots) -> str:
     """The relay's input: every worker that answers, refused ones included, since their ledgers are true as well."""
     workers = [
-        {"uid": status.spec.worker_uid, "address": status.address}
-        for status in statuses
+        {"uid": status.spec.worker_uid, "address": slots.slot(status.spec.worker_uid).local_address}
+        for status in slots.statuses()
         if status.phase in {WORKER_PHASE_READY, WORKER_PHASE_DRAINING} and status.address
     ]
     return json.dumps(workers)
@@ -113,7 +118,7 @@ async def _feed(relay: _core.Relay, slots: WorkerSlots) -> None:
     sent = ""
     while True:
         number = slots.changes.number
-        workers = relayed_workers(slots.statuses())
+        workers = relayed_workers(slots)
         if workers != sent:
             with core_errors():
                 await asyncio.to_thread(relay.set_workers, workers)

@@ -11,7 +11,7 @@ import kvist
 from kvist.agent.v1.agent_pb2 import NodeInventory, NodeLoad
 
 # Engine adapter → module that it cannot do without. The simulated engine needs none.
-_MODULES_BY_ENGINE: Mapping[str, str] = {"llamacpp": "xllamacpp", "vllm": "vllm"}
+_MODULES_BY_ENGINE: Mapping[str, str] = {"llamacpp": "xllamacpp"}
 
 
 def installed_engines() -> list[str]:

@@ -95,8 +95,9 @@ class AgentService(AgentServiceServicer):
         response = pb.AuditResponse(silent_worker_uids=sorted(wanted - {status.spec.worker_uid for status in statuses}))
 
         async def ask(status: pb.WorkerStatus) -> None:
+            address = self._slots.slot(status.spec.worker_uid).local_address
             try:
-                digests = await self._client.digests(status.address, ranks=status.description.ranks)
+                digests = await self._client.digests(address, ranks=status.description.ranks)
                 response.digests.extend(digests)
             except KvistError:
                 response.silent_worker_uids.append(status.spec.worker_uid)

@@ -1,11 +1,19 @@
 """Settings of the agent."""
 
+import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from kvist.settings import BusSettings, ListenSettings, Settings, TelemetrySettings
+from kvist.settings import (
+    BusSettings,
+    ListenSettings,
+    Settings,
+    TelemetrySettings,
+    check_plain_text,
+    join_address,
+)
 
 
 class WorkerSettings(Settings):
@@ -17,6 +25,38 @@ class WorkerSettings(Settings):
     """Engine adapters that this node offers; those that are installed when empty."""
     stop_on_exit: bool = False
     """End all workers when the agent is asked to stop. Without it they outlive the agent, which re-attaches."""
+
+    listen_host: str = "127.0.0.1"
+    """IP address that workers listen at; off loopback, routers on other nodes reach them."""
+    insecure: bool = False
+    """Allow plain text off loopback."""
+    liveness_interval_seconds: float = Field(default=5.0, gt=0, le=3_600)
+    """How often a ready worker is asked whether it lives."""
+    liveness_time_limit_seconds: float = Field(default=5.0, gt=0, le=3_600)
+    """How long its answer may take."""
+    liveness_failures: int = Field(default=3, ge=1, le=1_000)
+    """After so many questions in a row without an answer it is killed and started again."""
+
+    @field_validator("listen_host")
+    @classmethod
+    def _is_host(cls, value: str) -> str:
+        ipaddress.ip_address(value)
+        return value
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        check_plain_text(self.listen, insecure=self.insecure)
+        return self
+
+    @property
+    def liveness_limit_seconds(self) -> float:
+        """How long a worker may be silent before it counts as frozen."""
+        return self.liveness_failures * (self.liveness_interval_seconds + self.liveness_time_limit_seconds)
+
+    @property
+    def listen(self) -> str:
+        """`host:port` that a worker is told to listen at: any free port of the host."""
+        return join_address(self.listen_host, 0)
 
 
 class AgentSettings(Settings):
@@ -35,10 +75,18 @@ class AgentSettings(Settings):
     grpc: ListenSettings = ListenSettings()
     """Where the agent's own gRPC server listens."""
     advertised_host: Annotated[str, StringConstraints(max_length=253)] = ""
-    """Host that others reach this node by; that of `grpc.listen` when empty."""
+    """Host that others reach this node and its workers by; that of each listener when empty."""
     bus: BusSettings = BusSettings()
     """Where KV events and tombstones go."""
     workers: WorkerSettings = WorkerSettings()
     """How workers are started and ended."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and the admin server."""
+
+    @model_validator(mode="after")
+    def _is_reachable(self) -> Self:
+        if not self.advertised_host and ipaddress.ip_address(self.workers.listen_host).is_unspecified:
+            raise ValueError(
+                f"workers.listen_host {self.workers.listen_host} is no address to reach workers by: set advertised_host"
+            )
+        return self

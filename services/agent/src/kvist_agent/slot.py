@@ -32,6 +32,8 @@ from kvist.events.v1.events_pb2 import Tombstone
 from kvist.telemetry import logger
 from kvist_agent.back_off import RestartBackOff
 from kvist_agent.process import WorkerProcess
+from kvist_agent.reach import reached_from_elsewhere, reached_here
+from kvist_agent.settings import WorkerSettings
 from kvist_agent.slot_files import SlotFolder, SlotRecord, write_json
 
 READY_POLL_SECONDS = 0.05
@@ -49,11 +51,11 @@ _log = logger(__name__)
 class WorkerClient(Protocol):
     """What a slot asks its worker."""
 
-    async def describe(self, address: str) -> WorkerDescription:
+    async def describe(self, address: str, *, time_limit_seconds: float = ...) -> WorkerDescription:
         """What the worker is.
 
         Raises:
-            KvistError: It is not up yet.
+            KvistError: It is not up yet, or does not answer in time.
         """
         ...
 
@@ -77,6 +79,8 @@ class SlotContext:
         publish_tombstone: Announces a death on the bus.
         changed: Called after each change of a status.
         fence: The highest fence seen.
+        settings: Where workers listen and how their lives are watched.
+        advertised_host: Host that others reach the node by; empty for that of each worker's own address.
     """
 
     node_uid: str
@@ -85,6 +89,8 @@ class SlotContext:
     publish_tombstone: Callable[[Tombstone], Awaitable[None]]
     changed: Callable[[], None]
     fence: Callable[[], int]
+    settings: WorkerSettings
+    advertised_host: str
 
 
 class WorkerSlot:
@@ -105,6 +111,7 @@ class WorkerSlot:
         self._restart_at_unix_seconds: float | None = None
         self._dead_incarnation = 0
         self._is_attaching = record.process is not None
+        self._ready_at: float | None = None
 
     @property
     def is_attaching(self) -> bool:
@@ -126,13 +133,18 @@ class WorkerSlot:
         """Where its log lies."""
         return self._folder
 
+    @property
+    def local_address(self) -> str:
+        """`host:port` by which this node reaches the worker; empty before it listens."""
+        return reached_here(self._record.address) if self._record.address else ""
+
     def status(self) -> WorkerStatus:
         """What the slot does."""
         status = WorkerStatus(
             spec=self._record.spec,
             phase=self._phase,
-            address=self._record.address,
-            admin_address=self._record.admin_address,
+            address=self._advertised(self._record.address),
+            admin_address=self._advertised(self._record.admin_address),
             process_id=self._record.process.process_id if self._record.process is not None else 0,
             restarts=max(0, self._record.starts - 1),
             message=self._message,
@@ -144,6 +156,9 @@ class WorkerSlot:
         if self._restart_at_unix_seconds is not None:
             status.restart_at.FromNanoseconds(int(self._restart_at_unix_seconds * 1e9))
         return status
+
+    def _advertised(self, address: str) -> str:
+        return reached_from_elsewhere(address, advertised_host=self._context.advertised_host) if address else ""
 
     def want(self, spec: WorkerSpec) -> None:
         """Changes what the slot runs. Time limits change in place; anything else restarts the worker after a drain."""
@@ -190,7 +205,8 @@ class WorkerSlot:
     async def _start(self, spec: WorkerSpec) -> bool:
         self._enter(WORKER_PHASE_STARTING, message="")
         self._folder.ready_path.unlink(missing_ok=True)
-        write_json(self._folder.settings_path, worker_settings(spec, incarnation_floor=self._record.incarnation))
+        settings = worker_settings(spec, incarnation_floor=self._record.incarnation, network=self._context.settings)
+        write_json(self._folder.settings_path, settings)
         self._folder.rotate_log()
         try:
             process = WorkerProcess.start(
@@ -204,7 +220,7 @@ class WorkerSlot:
             return False
         self._process = process
         starts = self._record.starts + 1
-        self._write(spec=spec, process=process.identity, address="", admin_address="", starts=starts)
+        self._write(spec=spec, process=process.identity, address="", admin_address="", was_ready=False, starts=starts)
         _log.info("worker_started", worker_uid=self.worker_uid, process_id=process.identity.process_id)
         return True
 
@@ -217,41 +233,71 @@ class WorkerSlot:
         process = self._process
         if process is None:
             raise RuntimeError("a slot without a process cannot be followed")
-        ready_at: float | None = None
-        async with _task(process.wait()) as death, _task(self._become_ready(spec)) as readiness:
+        self._ready_at = None
+        async with _task(process.wait()) as death, _task(self._watch_life(spec)) as life:
             while True:
                 async with _task(self._command_given.wait()) as command:
-                    waited = {death, command} if ready_at is not None else {death, command, readiness}
-                    done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait({death, life, command}, return_when=asyncio.FIRST_COMPLETED)
                 if death in done:
-                    return death.result(), 0.0 if ready_at is None else time.monotonic() - ready_at
-                if readiness in done and ready_at is None:
-                    problem = readiness.result()
-                    if problem:
-                        process.signal(signal.SIGKILL)
-                        await death
-                        return problem, 0.0
-                    ready_at = time.monotonic()
+                    return death.result(), self._healthy_seconds()
+                if life in done:
+                    healthy_seconds = self._healthy_seconds()
+                    # A frozen process ends by nothing less.
+                    process.signal(signal.SIGKILL)
+                    await death
+                    return life.result(), healthy_seconds
                 if command in done:
                     self._command_given.clear()
                     if self._wanted is not None and _is_same_process(self._wanted, self._record.spec):
                         self._write(spec=self._wanted)
                         self._context.changed()
                         continue
-                    await self._end_process()
+                    async with _task(self._end_process()) as ending:
+                        await asyncio.wait({ending, life}, return_when=asyncio.FIRST_COMPLETED)
+                        if not ending.done():
+                            # A frozen worker would use up the whole time of its drain.
+                            process.signal(signal.SIGKILL)
+                        await ending
                     await death
                     return _INTENDED, 0.0
+
+    def _healthy_seconds(self) -> float:
+        return 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+
+    async def _watch_life(self, spec: WorkerSpec) -> str:
+        """Waits until the worker is ready, then asks it again and again; returns what went wrong."""
+        problem = await self._become_ready(spec)
+        if problem:
+            return problem
+        self._ready_at = time.monotonic()
+        settings = self._context.settings
+        failures = 0
+        while failures < settings.liveness_failures:
+            await asyncio.sleep(settings.liveness_interval_seconds)
+            try:
+                await self._context.client.describe(
+                    self.local_address, time_limit_seconds=settings.liveness_time_limit_seconds
+                )
+            except KvistError as error:
+                failures += 1
+                _log.warning("worker_silent", worker_uid=self.worker_uid, failures=failures, error_code=error.code)
+            else:
+                failures = 0
+        return f"did not answer {failures} times in a row"
 
     async def _become_ready(self, spec: WorkerSpec) -> str:
         """Waits until the worker describes itself; returns what went wrong, or nothing."""
         limit = spec.startup_time_limit.ToNanoseconds() / 1e9 or DEFAULT_STARTUP_SECONDS
+        if self._record.was_ready:
+            # It served an earlier agent, so it has nothing to load: one that is silent is frozen.
+            limit = self._context.settings.liveness_limit_seconds
         try:
             async with asyncio.timeout(limit):
                 if not self._record.address:
                     await self._listen()
                 while True:
                     try:
-                        description = await self._context.client.describe(self._record.address)
+                        description = await self._context.client.describe(self.local_address)
                         break
                     except KvistError:
                         # Not up yet; the process's death and the time limit end the waiting.
@@ -259,7 +305,7 @@ class WorkerSlot:
         except TimeoutError:
             return f"was not ready after {limit:.0f} s"
         self._description = description
-        self._write(incarnation=max(description.incarnation, self._record.incarnation))
+        self._write(incarnation=max(description.incarnation, self._record.incarnation), was_ready=True)
         self._enter(WORKER_PHASE_READY, message="")
         _log.info("worker_ready", worker_uid=self.worker_uid, incarnation=description.incarnation)
         return ""
@@ -290,7 +336,7 @@ class WorkerSlot:
             limit = spec.drain_time_limit.ToNanoseconds() / 1e9 if spec.HasField("drain_time_limit") else None
             try:
                 await self._context.client.drain(
-                    self._record.address,
+                    self.local_address,
                     time_limit_seconds=DEFAULT_DRAIN_SECONDS if limit is None else limit,
                     fence=self._context.fence(),
                 )
@@ -310,7 +356,7 @@ class WorkerSlot:
         self._process = None
         self._description = None
         self._dead_incarnation = incarnation
-        self._write(process=None, address="", admin_address="")
+        self._write(process=None, address="", admin_address="", was_ready=False)
         if reason != _INTENDED:
             _log.warning("worker_died", worker_uid=self.worker_uid, incarnation=incarnation, reason=reason)
         # Not STOPPED yet: that is said once, at the slot's end.
@@ -345,7 +391,7 @@ class WorkerSlot:
         self._folder.write(self._record)
 
 
-def worker_settings(spec: WorkerSpec, *, incarnation_floor: int) -> dict[str, Any]:
+def worker_settings(spec: WorkerSpec, *, incarnation_floor: int, network: WorkerSettings) -> dict[str, Any]:
     """What a worker is started with."""
     return {
         "worker_uid": spec.worker_uid,
@@ -356,6 +402,9 @@ def worker_settings(spec: WorkerSpec, *, incarnation_floor: int) -> dict[str, An
         "role": int(spec.role),
         "hash_seed": spec.hash_seed,
         "incarnation_floor": incarnation_floor,
+        "grpc_listen": network.listen,
+        "admin_listen": network.listen,
+        "insecure": network.insecure,
         "drain_time_limit_ms": spec.drain_time_limit.ToMilliseconds() or int(DEFAULT_DRAIN_SECONDS * 1000),
         "engine": spec.engine,
         "engine_arguments": json_format.MessageToDict(spec.engine_arguments),

@@ -40,6 +40,7 @@ class SlotRecord:
         incarnation: The last incarnation known, so that a later start has a greater one; 0 for none.
         starts: Starts of the process so far.
         is_stopping: Whether the slot's end was decided.
+        was_ready: Whether the process was ready once.
     """
 
     spec: WorkerSpec
@@ -49,6 +50,7 @@ class SlotRecord:
     incarnation: int = 0
     starts: int = 0
     is_stopping: bool = False
+    was_ready: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored."""
@@ -61,6 +63,7 @@ class SlotRecord:
             "incarnation": self.incarnation,
             "starts": self.starts,
             "is_stopping": self.is_stopping,
+            "was_ready": self.was_ready,
         }
 
     @classmethod
@@ -82,6 +85,8 @@ class SlotRecord:
                 incarnation=value["incarnation"],
                 starts=value["starts"],
                 is_stopping=value["is_stopping"],
+                # Records that agents without the field have written are still read.
+                was_ready=value.get("was_ready", False),
             )
         except (KeyError, TypeError, json_format.ParseError) as error:
             raise ValueError(f"damaged slot record: {error}") from error

@@ -11,6 +11,7 @@ from kvist.changes import Changes
 from kvist.errors import InvalidRequestError, NotFoundError, PreconditionError, invalid_field
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.telemetry import logger
+from kvist_agent.settings import WorkerSettings
 from kvist_agent.slot import SlotContext, WorkerClient, WorkerSlot
 from kvist_agent.slot_files import SessionRecord, SlotFolder, SlotRecord, StateFolder
 
@@ -28,6 +29,8 @@ class WorkerSlots:
         command: Callable[[SlotFolder], list[str]],
         client: WorkerClient,
         publish_tombstone: Callable[[Tombstone], Awaitable[None]],
+        settings: WorkerSettings | None = None,
+        advertised_host: str = "",
     ) -> None:
         self.changes = Changes()
         self._folder = folder
@@ -44,6 +47,8 @@ class WorkerSlots:
             publish_tombstone=publish_tombstone,
             changed=self.changes.announce,
             fence=lambda: self._fence,
+            settings=settings or WorkerSettings(),
+            advertised_host=advertised_host,
         )
 
     async def __aenter__(self) -> Self:

@@ -22,17 +22,17 @@ DRAIN_SLACK_SECONDS = 5.0
 class GrpcWorkerClient:
     """Speaks `kvist.engine.v1`. Calls are rare, so each opens a channel of its own and none can go stale."""
 
-    async def describe(self, address: str) -> WorkerDescription:
+    async def describe(
+        self, address: str, *, time_limit_seconds: float = DESCRIBE_TIME_LIMIT_SECONDS
+    ) -> WorkerDescription:
         """What the worker is.
 
         Raises:
-            KvistError: It is not up yet.
+            KvistError: It is not up yet, or does not answer in time.
         """
         with rpc_errors():
             async with open_channel(address, retries=False) as channel:
-                response = await EngineServiceStub(channel).Describe(
-                    DescribeRequest(), timeout=DESCRIBE_TIME_LIMIT_SECONDS
-                )
+                response = await EngineServiceStub(channel).Describe(DescribeRequest(), timeout=time_limit_seconds)
         return response.worker
 
     async def drain(self, address: str, *, time_limit_seconds: float, fence: int) -> None:

@@ -11,6 +11,7 @@ from kvist.cluster_watch import ClusterWatch
 from kvist.controller.v1.controller_pb2 import ClusterState
 from kvist.errors import core_errors
 from kvist.grpc import GrpcServer, Registration, open_channel
+from kvist.grpc.client import TlsFiles
 from kvist.kvmaster.v1.kvmaster_pb2 import DESCRIPTOR
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import add_KvMasterServiceServicer_to_server
 from kvist.runner import Process
@@ -63,6 +64,8 @@ def core_settings(settings: KvMasterSettings) -> dict[str, object]:
     }
     if settings.bus.credentials_file is not None:
         core["credentials_file"] = str(settings.bus.credentials_file)
+    if settings.bus.tls_ca_file is not None:
+        core["tls_ca_file"] = str(settings.bus.tls_ca_file)
     return core
 
 
@@ -80,8 +83,10 @@ async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) 
                 registry=process.registry,
             )
         )
+        tls = None if settings.controller_tls_ca_file is None else TlsFiles(ca_file=settings.controller_tls_ca_file)
         channels = [
-            await stack.enter_async_context(open_channel(address, retries=False)) for address in settings.controllers
+            await stack.enter_async_context(open_channel(address, tls=tls, retries=False))
+            for address in settings.controllers
         ]
 
         async def take(state: ClusterState) -> None:

@@ -1,5 +1,6 @@
 """Settings of the KV master."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, StringConstraints, field_validator
@@ -18,6 +19,8 @@ class KvMasterSettings(Settings):
     """Where routers and people connect."""
     controllers: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1:7100",)
     """`host:port` of the controllers; tried in turn."""
+    controller_tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the controllers' certificates; plain text without it."""
     bus: BusSettings = BusSettings(urls=("nats://127.0.0.1:4222",))
     """Where KV events come from."""
     index_byte_budget: int = Field(default=1024 * 1024 * 1024, ge=1024 * 1024)

@@ -59,11 +59,18 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "admin_listen": settings.telemetry.admin_listen,
         "index_byte_budget_bytes": settings.index_byte_budget,
         "default_deadline_ms": int(settings.default_deadline_seconds * 1000),
+        "startup_wait_ms": int(settings.startup_wait_seconds * 1000),
         "body_limit_bytes": settings.body_limit_bytes,
         "text_threads": settings.text_threads,
     }
     if settings.bus.urls:
         core["nats_url"] = ",".join(settings.bus.urls)
+        core["kvmasters"] = list(settings.kvmasters)
+        core |= {
+            f"nats_{name}": str(path)
+            for name in ("credentials_file", "tls_ca_file")
+            if (path := getattr(settings.bus, name)) is not None
+        }
     if settings.api_keys_file is not None:
         core["api_keys_file"] = str(settings.api_keys_file)
     return core

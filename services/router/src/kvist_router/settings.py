@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from kvist.settings import BusSettings, Settings, TelemetrySettings, is_loopback, split_address
+from kvist.settings import BusSettings, Settings, TelemetrySettings, check_plain_text, split_address
 
 
 class RouterSettings(Settings):
@@ -28,13 +28,17 @@ class RouterSettings(Settings):
     last_state_file: Path | None = None
     """Where the last good cluster state is kept, so that a restart needs no controller."""
     bus: BusSettings = BusSettings()
-    """Where KV events come from; without it the router steers by load alone."""
+    """Where KV events come from; without it the router follows each worker's ledger itself."""
+    kvmasters: tuple[str, ...] = ()
+    """`host:port` of KV masters, which a new router asks for the index before it asks every worker."""
     api_keys_file: Path | None = None
     """API keys, one a line: `name:sha256hex[:cache_salt]`. Without it everybody may ask."""
     index_byte_budget: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
     """Most bytes of the index."""
     default_deadline_seconds: float = Field(default=600.0, gt=0, le=86_400)
     """Time a request may take when its client states none."""
+    startup_wait_seconds: float = Field(default=5.0, ge=0, le=600)
+    """For so long after the start, requests wait for the first target of their model instead of being refused."""
     body_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Largest HTTP body."""
     drain_seconds: float = Field(default=30.0, ge=0, le=3_600)
@@ -57,6 +61,5 @@ class RouterSettings(Settings):
         if bool(self.controllers) == (self.cluster_state_file is not None):
             raise ValueError("give either controllers or cluster_state_file")
         for address in (self.http_listen, self.grpc_listen):
-            if not self.insecure and not is_loopback(split_address(address)[0]):
-                raise ValueError(f"{address} is not loopback: say `insecure: true`, or put a TLS proxy before it")
+            check_plain_text(address, insecure=self.insecure)
         return self

@@ -24,18 +24,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings-file", type=Path, required=True, help="settings, as JSON")
     parser.add_argument("--ready-file", type=Path, help="file for the addresses, written when the worker serves")
     parser.add_argument("--check", action="store_true", help="check the settings and end")
+    parser.add_argument("--show-config", action="store_true", help="show each setting with its origin and end")
     parser.add_argument("--version", action="version", version=kvist.__version__)
     flags = parser.parse_args(arguments)
     try:
         # The environment is that of whoever starts workers; its variables are not meant for them.
-        settings = settings_module.load(WorkerSettings, file=flags.settings_file, environment={}).settings
+        loaded = settings_module.load(WorkerSettings, file=flags.settings_file, environment={})
     except SettingsError as failure:
         for problem in failure.problems:
             sys.stderr.write(f"worker: {problem}\n")
         return EXIT_USAGE
-    if flags.check:
+    settings = loaded.settings
+    if flags.show_config:
+        sys.stdout.writelines(f"{path}: {value}  # {origin}\n" for path, value, origin in loaded.lines())
+    if flags.check or flags.show_config:
         return EXIT_OK
-    telemetry.configure_logging(settings.telemetry, service="worker", instance=settings.worker_uid)
+    telemetry.configure_logging(settings.telemetry, service="kvist-worker", instance=settings.worker_uid)
     log = telemetry.logger("kvist_worker")
     try:
         app.run(settings, ready_path=flags.ready_file)

@@ -17,6 +17,7 @@ from typing import TypeVar
 import kvist
 from kvist import _core, errors, telemetry
 from kvist.atomic_file import write_atomically
+from kvist.quick_end import skip_last_collection
 from kvist_worker import engines
 from kvist_worker.settings import WorkerSettings
 
@@ -48,6 +49,7 @@ def run(settings: WorkerSettings, *, ready_path: Path | None) -> None:
     Raises:
         KvistError: The engine or the server cannot start.
     """
+    skip_last_collection()
     stop = _Stop()
     stop.install()
     log = telemetry.logger("kvist_worker")

@@ -113,8 +113,16 @@ class RequestSink(Protocol):
     def finished(self, finished: bytes) -> None:
         """The engine ended the request: an encoded `kvist.engine.v1.Finished`."""
 
-    def failed(self, code: str, message: str, *, not_started: bool = False, retry_after_ms: int | None = None) -> None:
-        """The request failed, with a code of the catalogue and a public text."""
+    def failed(
+        self,
+        code: str,
+        message: str,
+        *,
+        not_started: bool = False,
+        retry_after_ms: int | None = None,
+        fields: list[tuple[str, str]] = ...,
+    ) -> None:
+        """The request failed, with a code of the catalogue, a public text, and (path, why) of each wrong field."""
 
 
 class EngineAdapter(Protocol):

@@ -1,11 +1,11 @@
 """Settings of a worker: one JSON file, written by whoever starts it."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from kvist.settings import Settings, TelemetrySettings
+from kvist.settings import Settings, TelemetrySettings, check_plain_text
 
 _UINT64_MAX = 2**64 - 1
 
@@ -29,6 +29,8 @@ class WorkerSettings(Settings):
     """Seed of the cluster's block hashes."""
     grpc_listen: str = "127.0.0.1:0"
     """`host:port` of the gRPC server; port 0 takes a free one."""
+    insecure: bool = False
+    """Allow plain text off loopback."""
     admin_listen: str = "127.0.0.1:0"
     """`host:port` of /metrics, /livez and /readyz."""
     incarnation_floor: int = Field(default=0, ge=0, lt=_UINT64_MAX)
@@ -55,9 +57,14 @@ class WorkerSettings(Settings):
     def _whole_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
         return {name: _whole(item) for name, item in value.items()}
 
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        check_plain_text(self.grpc_listen, insecure=self.insecure)
+        return self
+
     def core_json(self) -> str:
         """What the server in the core reads."""
-        values = self.model_dump(exclude={"engine_arguments", "runtime_threads", "telemetry"})
+        values = self.model_dump(exclude={"insecure", "engine_arguments", "runtime_threads", "telemetry"})
         if self.engine == "sim":
             values["sim"] = self.engine_arguments
         return json.dumps(values)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import grpc
 import typer
@@ -13,6 +15,7 @@ from kvist.agent.v1.agent_pb2_grpc import AgentServiceStub
 from kvist.cli.connection import (
     CALL_TIME_LIMIT_SECONDS,
     EXIT_OTHER,
+    ControllerEndpoint,
     controller_stub,
     kvmaster_stub,
     router_stub,
@@ -25,6 +28,8 @@ from kvist.router.v1.router_pb2 import ListSourcesRequest, SourceStatus
 
 SCHEMA_VERSION = 1
 DIGEST_CHARACTERS = 12
+AUDIT_INTERVAL_SECONDS = 0.2
+EQUAL, DIFFERENT, MOVING = "EQUAL", "DIFFERENT", "MOVING"
 
 app = typer.Typer(no_args_is_help=True, help="What engines hold.")
 
@@ -72,15 +77,100 @@ def group() -> None:
     """What engines hold."""
 
 
+RouterOption = Annotated[str | None, typer.Option("--router", help="host:port of a router")]
+KvMasterOption = Annotated[str | None, typer.Option("--kvmaster", help="host:port of a KV master")]
+
+
 @app.command()
 def status(
     *,
-    router: str | None = typer.Option(None, "--router", help="host:port of a router"),
-    kvmaster: str | None = typer.Option(None, "--kvmaster", help="host:port of a KV master"),
-    controller: str | None = typer.Option(None, "--controller", help="host:port of a controller"),
+    router: RouterOption = None,
+    kvmaster: KvMasterOption = None,
+    controller: ControllerEndpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare each ledger with what the router's and the KV master's index hold of it. Exit code 1 when they differ."""
+    seen = compare(router, kvmaster, controller)
+    if as_json:
+        print_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "sources": [row.document() for row in seen.rows],
+                "router_index": seen.router_memory.document(),
+                "kvmaster_index": seen.kvmaster_memory.document(),
+            }
+        )
+    else:
+        print_table(
+            ("source", "batches", "blocks", "ledger", "router", "", "KV master", "", "verdict"),
+            [row.cells() for row in seen.rows],
+        )
+        typer.echo(
+            f"index of the router: {seen.router_memory}; of the KV master: {seen.kvmaster_memory}",
+            err=True,
+        )
+    if any(row.verdict == DIFFERENT for row in seen.rows):
+        raise typer.Exit(EXIT_OTHER)
+
+
+@app.command()
+def audit(
+    *,
+    router: RouterOption = None,
+    kvmaster: KvMasterOption = None,
+    controller: ControllerEndpoint = None,
+    timeout_seconds: Annotated[
+        float, typer.Option("--timeout", min=0, help="seconds to wait for a source at most")
+    ] = 10,
+) -> None:
+    """Prove for each source that both indices hold what its ledger holds. Exit code 1 when one does not.
+
+    While events are on their way a source is looked at again, until all three are at the same batch or the time is
+    over. One that never rests is shown as MOVING: its digests are compared, batch by batch, by the indices themselves.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    settled: dict[Key, Row] = {}
+    while True:
+        rows = compare(router, kvmaster, controller).rows
+        settled |= {row.key: row for row in rows if row.verdict in {EQUAL, DIFFERENT}}
+        open_rows = [row for row in rows if row.key not in settled]
+        if not open_rows or time.monotonic() > deadline:
+            break
+        time.sleep(AUDIT_INTERVAL_SECONDS)
+    shown = sorted([*settled.values(), *open_rows], key=lambda row: row.key)
+    for row in shown:
+        typer.echo(row.line())
+    if any(row.verdict not in {EQUAL, MOVING} for row in shown):
+        raise typer.Exit(EXIT_OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What an index takes, in bytes."""
+
+    used_bytes: int
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.used_bytes:,} of {self.budget_bytes:,} bytes"
+
+    def document(self) -> dict[str, int]:
+        """As JSON."""
+        return {"bytes": self.used_bytes, "byte_budget": self.budget_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One look at all three parties."""
+
+    rows: list[Row]
+    router_memory: Memory
+    kvmaster_memory: Memory
+
+
+def compare(router: str | None, kvmaster: str | None, controller: str | None) -> Comparison:
+    """Asks ledgers, router and KV master, one after the other; who moves meanwhile is seen to."""
     with router_stub(router) as stub:
         listed = stub.ListSources(ListSourcesRequest(), timeout=CALL_TIME_LIMIT_SECONDS)
     with kvmaster_stub(kvmaster) as stub:
@@ -88,31 +178,12 @@ def status(
     ledgers = read_ledgers(controller)
     in_router = {_key(source): View.of_source(source) for source in listed.sources}
     in_kvmaster = {_key(source): View.of_source(source) for source in stats.sources}
-    rows = [
-        Row(key, ledgers.get(key), in_router.get(key), in_kvmaster.get(key))
-        for key in sorted(ledgers.keys() | in_router.keys() | in_kvmaster.keys())
-    ]
-    if as_json:
-        print_json(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "sources": [row.document() for row in rows],
-                "router_index": {"bytes": listed.index_bytes, "byte_budget": listed.index_byte_budget},
-                "kvmaster_index": {"bytes": stats.index_bytes, "byte_budget": stats.index_byte_budget},
-            }
-        )
-    else:
-        print_table(
-            ("source", "batches", "blocks", "ledger", "router", "", "KV master", "", "verdict"),
-            [row.cells() for row in rows],
-        )
-        typer.echo(
-            f"index of the router: {listed.index_bytes:,} of {listed.index_byte_budget:,} bytes; "
-            f"of the KV master: {stats.index_bytes:,} of {stats.index_byte_budget:,}",
-            err=True,
-        )
-    if any(row.verdict == "DIFFERENT" for row in rows):
-        raise typer.Exit(EXIT_OTHER)
+    keys = sorted(ledgers.keys() | in_router.keys() | in_kvmaster.keys())
+    return Comparison(
+        rows=[Row(key, ledgers.get(key), in_router.get(key), in_kvmaster.get(key)) for key in keys],
+        router_memory=Memory(listed.index_bytes, listed.index_byte_budget),
+        kvmaster_memory=Memory(stats.index_bytes, stats.index_byte_budget),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +206,8 @@ class Row:
                 return f"UNKNOWN TO {name}"
             verdicts.append(view.agrees_with(self.ledger))
         if False in verdicts:
-            return "DIFFERENT"
-        return "MOVING" if None in verdicts else "EQUAL"
+            return DIFFERENT
+        return MOVING if None in verdicts else EQUAL
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
@@ -151,6 +222,16 @@ class Row:
             self.kvmaster.digest if self.kvmaster else "",
             self.kvmaster.state if self.kvmaster else "",
             self.verdict,
+        )
+
+    def line(self) -> str:
+        """The row as one line, for logs and eyes."""
+        shown = self.ledger or self.router or self.kvmaster
+        if shown is None:
+            return f"{self.key[0]}/{self.key[1]} {self.verdict}"
+        return (
+            f"{self.key[0]}/{self.key[1]} {self.verdict} at batch {shown.next_sequence} of incarnation "
+            f"{shown.incarnation}: {shown.blocks} blocks, digest {shown.digest or 'of nothing'}"
         )
 
     def document(self) -> dict[str, object]:

@@ -63,13 +63,14 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
                 candidate.worker_uid,
                 events_pb2.SourceState.Name(candidate.source_state).removeprefix("SOURCE_STATE_"),
                 str(max((match.blocks for match in candidate.matches), default=0)),
+                str(candidate.recent_blocks),
                 str(candidate.uncached_tokens),
                 str(candidate.promised_tokens),
                 f"{candidate.cost:.0f}",
                 candidate.filtered_reason,
             )
         )
-    print_table(("", "worker", "source", "matched blocks", "uncached", "promised", "cost", "left out"), rows)
+    print_table(("", "worker", "source", "matched blocks", "recent", "uncached", "promised", "cost", "left out"), rows)
     if decision.outcome:
         receipt = decision.receipt
         typer.echo(f"outcome {decision.outcome}: {receipt.cached_tokens} of {receipt.prompt_tokens} tokens cached")

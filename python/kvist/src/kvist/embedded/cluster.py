@@ -25,6 +25,7 @@ from kvist.embedded.spec import GIBIBYTE, ClusterSpec
 from kvist.errors import KvistError, rpc_errors
 from kvist.grpc import open_channel
 from kvist.manifest import to_resource
+from kvist.quick_end import skip_last_collection
 from kvist.settings import split_address
 
 CLUSTER_NAME = "embedded"
@@ -96,6 +97,7 @@ class EmbeddedCluster:
             CannotStartError: A port is taken, memory is short, or a worker does not come up.
             ChildFailedError: A process could not be started.
         """
+        skip_last_collection()
         self._layout.make()
         await asyncio.to_thread(end_leftovers, self._layout)
         self._forget()
@@ -140,10 +142,11 @@ class EmbeddedCluster:
             tasks.create_task(child.keep_alive())
 
     async def _stop_all(self) -> None:
-        # The router first, so that its requests end before the workers do; the agent ends the workers.
-        for child in (self._router, self._agent):
-            await child.stop()
-        await asyncio.gather(*(child.stop() for child in (self._kvmaster, self._controller, self._nats)))
+        # The router first, so that its requests end before the workers do; the agent ends the workers, and speaks to
+        # the controller and on the bus meanwhile.
+        await self._router.stop()
+        for together in ((self._agent, self._kvmaster), (self._controller, self._nats)):
+            await asyncio.gather(*(child.stop() for child in together))
 
     async def _apply_model_service(self) -> None:
         self._enter("starting", f"applying the model service {self._spec.model}")
@@ -274,9 +277,12 @@ class EmbeddedCluster:
         )
 
     def _router_command(self, announced: Mapping[str, Any]) -> Sequence[str]:
+        # At the first start there is no index to begin from, and the KV master starts beside the router.
+        kvmaster = self.addresses.get("kvmaster")
         return self._service(
             "router",
             {
+                **({"kvmasters": kvmaster} if kvmaster else {}),
                 "http_listen": announced.get("http_address", self._spec.http_listen),
                 "grpc_listen": announced.get("grpc_address", self._spec.grpc_listen),
                 "controllers": self.addresses["controller"],

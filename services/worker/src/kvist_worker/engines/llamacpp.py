@@ -251,7 +251,8 @@ class LlamaCppEngine:
             with self._lock:
                 self._accept(prepared, sink)
         except KvistError as failure:
-            sink.failed(failure.code, failure.message, not_started=True)
+            wrong = [(violation.field, violation.description) for violation in failure.fields]
+            sink.failed(failure.code, failure.message, not_started=True, fields=wrong)
 
     def abort(self, request_id: str, reason: int) -> None:
         """Ends a request: at once when it waits, else at the next step."""

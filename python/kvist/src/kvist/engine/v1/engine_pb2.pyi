@@ -855,6 +855,7 @@ class Failed(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     NOT_STARTED_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    FIELD_VIOLATIONS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """Code of the catalogue, UPPER_SNAKE."""
     message: _builtins.str
@@ -865,6 +866,10 @@ class Failed(_message.Message):
     def retry_after(self) -> _duration_pb2.Duration:
         """When to come back, for overload."""
 
+    @_builtins.property
+    def field_violations(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldViolation]:
+        """Wrong fields of the request, as `EngineRequest` names them."""
+
     def __init__(
         self,
         *,
@@ -872,14 +877,41 @@ class Failed(_message.Message):
         message: _builtins.str = ...,
         not_started: _builtins.bool = ...,
         retry_after: _duration_pb2.Duration | None = ...,
+        field_violations: _abc.Iterable[Global___FieldViolation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "not_started", b"not_started", "retry_after", b"retry_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field_violations", b"field_violations", "message", b"message", "not_started", b"not_started", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failed: _TypeAlias = Failed  # noqa: Y015
+
+@_typing.final
+class FieldViolation(_message.Message):
+    """A wrong field and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """Path, such as `sampling.choices`."""
+    description: _builtins.str
+    """What is wrong, and what would be right."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        description: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "field", b"field"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FieldViolation: _TypeAlias = FieldViolation  # noqa: Y015
 
 @_typing.final
 class EngineRequest(_message.Message):

@@ -669,6 +669,7 @@ class Candidate(_message.Message):
     PROMISED_TOKENS_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     FILTERED_REASON_FIELD_NUMBER: _builtins.int
+    RECENT_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_uid: _builtins.str
     """UID of the worker."""
     rank: _builtins.int
@@ -687,6 +688,10 @@ class Candidate(_message.Message):
     """The number that was compared; smaller is better. Unit: tokens for `least_uncached_and_promised_tokens`."""
     filtered_reason: _builtins.str
     """Set when the target was left out; for example `draining`, `connection_lost`, `already_tried`."""
+    recent_blocks: _builtins.int
+    """Leading blocks that the router's own recent decisions have sent to the target; approximate, and used in the cost
+    where it is more than the index claims. 0 when there are none.
+    """
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierMatch]:
         """Blocks matched for each tier."""
@@ -704,10 +709,11 @@ class Candidate(_message.Message):
         promised_tokens: _builtins.int = ...,
         cost: _builtins.float = ...,
         filtered_reason: _builtins.str = ...,
+        recent_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence", "cost", b"cost", "filtered_reason", b"filtered_reason", "incarnation", b"incarnation", "matches", b"matches", "promised_tokens", b"promised_tokens", "rank", b"rank", "source_state", b"source_state", "uncached_tokens", b"uncached_tokens", "worker_uid", b"worker_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence", "cost", b"cost", "filtered_reason", b"filtered_reason", "incarnation", b"incarnation", "matches", b"matches", "promised_tokens", b"promised_tokens", "rank", b"rank", "recent_blocks", b"recent_blocks", "source_state", b"source_state", "uncached_tokens", b"uncached_tokens", "worker_uid", b"worker_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__applied_sequence: _TypeAlias = _typing.Literal["applied_sequence"]  # noqa: Y015
     _WhichOneofArgType__applied_sequence: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence"]  # noqa: Y015

@@ -1,0 +1,244 @@
+//! What a router's own recent decisions have sent where: approximate, short-lived, and never mixed into the index.
+//!
+//! A decision is known at once; the events that prove what came of it arrive when the engine has computed the prompt,
+//! and not at all while the event plane is down. In between, prompts that share a beginning should meet all the same.
+//!
+//! A hash stands for its whole prefix, so a prompt need not be kept block by block. Marks are set at lengths that lie
+//! further apart the longer the prompt is (every length up to [`DENSE_BLOCKS`], then as many in each octave), some
+//! hundred marks for a prompt of thousands of blocks; a look-up finds a shared beginning to within a sixteenth.
+//! Memory is bounded by the number of marks; the oldest decision makes room for the newest.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use hashbrown::{HashMap, hash_map::Entry};
+use kvist_blocks::{BlockHash, Incarnation, SourceKey};
+
+/// Lengths up to here are all marked.
+const DENSE_BLOCKS: usize = 16;
+
+/// One start of one rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Holder {
+    /// Which rank.
+    pub source: SourceKey,
+    /// Another start holds nothing of this one's cache.
+    pub incarnation: Incarnation,
+}
+
+/// What was sent to a holder of a prompt's beginning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecentOverlap {
+    /// To whom.
+    pub holder: Arc<Holder>,
+    /// Leading blocks, within a sixteenth of the truth and never more.
+    pub blocks: u32,
+    /// How long ago the last decision of them was made.
+    pub age: Duration,
+}
+
+#[derive(Clone, Debug)]
+struct Mark {
+    holder: Arc<Holder>,
+    decided_at: Duration,
+}
+
+/// The marks of recent decisions. Times are durations since any fixed moment, as the caller's monotonic clock tells.
+#[derive(Debug)]
+pub struct RecentDecisions {
+    most_marks: usize,
+    longest_age: Duration,
+    marks: HashMap<BlockHash, Vec<Mark>>,
+    /// Holders of marks, so that each is kept once.
+    holders: HashMap<Holder, Arc<Holder>>,
+    /// Every mark that was set, oldest first; one that was set anew is here twice, and only the newer place counts.
+    order: VecDeque<(BlockHash, Mark)>,
+}
+
+impl RecentDecisions {
+    /// An empty memory of at most `most_marks` marks, none older than `longest_age`.
+    #[must_use]
+    pub fn new(most_marks: usize, longest_age: Duration) -> Self {
+        Self { most_marks, longest_age, marks: HashMap::new(), holders: HashMap::new(), order: VecDeque::new() }
+    }
+
+    /// Notes that a prompt of these blocks was sent to a holder.
+    pub fn note(&mut self, now: Duration, holder: Holder, prompt: &[BlockHash]) {
+        self.forget_old(now);
+        let holder = match self.holders.entry(holder) {
+            Entry::Occupied(entry) => Arc::clone(entry.get()),
+            Entry::Vacant(entry) => {
+                let holder = Arc::new(entry.key().clone());
+                Arc::clone(entry.insert(holder))
+            }
+        };
+        for length in marked_lengths(prompt.len()) {
+            let Some(hash) = length.checked_sub(1).and_then(|position| prompt.get(position)) else { continue };
+            let mark = Mark { holder: Arc::clone(&holder), decided_at: now };
+            let marks = self.marks.entry(*hash).or_default();
+            match marks.iter_mut().find(|known| known.holder == holder) {
+                Some(known) => known.decided_at = now,
+                None => marks.push(mark.clone()),
+            }
+            self.order.push_back((*hash, mark));
+        }
+        while self.order.len() > self.most_marks {
+            self.forget_oldest();
+        }
+    }
+
+    /// What recent decisions have sent where of a prompt's beginning: the longest for each holder.
+    #[must_use]
+    pub fn look_up(&self, now: Duration, prompt: &[BlockHash]) -> Vec<RecentOverlap> {
+        let mut overlaps: Vec<RecentOverlap> = Vec::new();
+        if self.marks.is_empty() {
+            return overlaps;
+        }
+        let lengths: Vec<usize> = marked_lengths(prompt.len()).collect();
+        for length in lengths.into_iter().rev() {
+            let hash = length.checked_sub(1).and_then(|position| prompt.get(position));
+            for mark in hash.and_then(|hash| self.marks.get(hash)).into_iter().flatten() {
+                let age = now.saturating_sub(mark.decided_at);
+                if age <= self.longest_age && !overlaps.iter().any(|overlap| overlap.holder == mark.holder) {
+                    let blocks = u32::try_from(length).unwrap_or(u32::MAX);
+                    overlaps.push(RecentOverlap { holder: Arc::clone(&mark.holder), blocks, age });
+                }
+            }
+        }
+        overlaps
+    }
+
+    /// Marks that are kept, those that were set anew counted each time.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Whether nothing is kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    fn forget_old(&mut self, now: Duration) {
+        while self.order.front().is_some_and(|(_, mark)| now.saturating_sub(mark.decided_at) > self.longest_age) {
+            self.forget_oldest();
+        }
+    }
+
+    fn forget_oldest(&mut self) {
+        let Some((hash, oldest)) = self.order.pop_front() else { return };
+        if let Entry::Occupied(mut entry) = self.marks.entry(hash) {
+            // One that was set anew since has a later time, and a later place in the order.
+            entry.get_mut().retain(|mark| mark.holder != oldest.holder || mark.decided_at > oldest.decided_at);
+            if entry.get().is_empty() {
+                entry.remove();
+            }
+        }
+        // The map's own and the one in hand.
+        let is_last = Arc::strong_count(&oldest.holder) <= 2;
+        if is_last {
+            self.holders.remove(&*oldest.holder);
+        }
+    }
+}
+
+/// The lengths of a prompt, in blocks, that carry a mark: ascending, and the same for every prompt that is long enough.
+fn marked_lengths(blocks: usize) -> impl Iterator<Item = usize> {
+    let mut next: usize = 1;
+    std::iter::from_fn(move || {
+        let length = next;
+        let step = length.checked_div(DENSE_BLOCKS).map_or(1, |octave| prior_power_of_two(octave.max(1)));
+        next = length + step;
+        (length <= blocks).then_some(length)
+    })
+}
+
+fn prior_power_of_two(number: usize) -> usize {
+    number.checked_ilog2().map_or(1, |exponent| 1 << exponent)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvist_blocks::Rank;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TTL: Duration = Duration::from_secs(10);
+
+    fn holder(name: u64) -> Holder {
+        let source = SourceKey { worker: format!("w{name}").as_str().into(), rank: Rank(0) };
+        Holder { source, incarnation: Incarnation(1) }
+    }
+
+    /// A prompt of a family: prompts of one family share the first `shared` blocks.
+    fn prompt(family: u64, branch: u64, shared: usize, blocks: usize) -> Vec<BlockHash> {
+        let hash = |position: usize| {
+            let branch = if position < shared { 0 } else { branch + 1 };
+            BlockHash((family << 48) | (branch << 32) | position as u64)
+        };
+        (0..blocks).map(hash).collect()
+    }
+
+    #[test]
+    fn lengths_are_dense_first_and_then_a_sixteenth_apart() {
+        let lengths: Vec<usize> = marked_lengths(6_250).collect();
+        assert_eq!((1..=32).collect::<Vec<_>>(), lengths[..32]);
+        assert_eq!([34, 36], lengths[32..34]);
+        assert!(lengths.windows(2).all(|pair| pair[1] - pair[0] <= pair[0].div_ceil(DENSE_BLOCKS)));
+        assert!(lengths.len() < 160, "{}", lengths.len());
+    }
+
+    #[test]
+    fn a_sibling_meets_the_first_and_a_later_start_does_not() {
+        let mut recent = RecentDecisions::new(1_000, TTL);
+        recent.note(Duration::ZERO, holder(1), &prompt(1, 0, 20, 40));
+        let found = recent.look_up(Duration::from_secs(1), &prompt(1, 1, 20, 60));
+        assert_eq!(vec![(1, 20)], found.iter().map(|one| (one.holder.incarnation.0, one.blocks)).collect::<Vec<_>>());
+        assert!(recent.look_up(TTL * 2, &prompt(1, 1, 20, 60)).is_empty());
+        assert!(recent.look_up(Duration::ZERO, &prompt(2, 0, 20, 60)).is_empty());
+    }
+
+    proptest! {
+        /// Against all decisions in full: never more than was sent, and within a sixteenth of it.
+        #[test]
+        fn an_overlap_is_what_was_sent_or_a_little_less(
+            notes in prop::collection::vec((0u64..3, 0u64..3, 0u64..3, 1usize..200), 1..20),
+            asked in (0u64..3, 0u64..3, 1usize..200),
+        ) {
+            let shared = 50;
+            let mut recent = RecentDecisions::new(100_000, TTL);
+            for (family, branch, to, blocks) in &notes {
+                recent.note(Duration::ZERO, holder(*to), &prompt(*family, *branch, shared, *blocks));
+            }
+            let wanted = prompt(asked.0, asked.1, shared, asked.2);
+            let found = recent.look_up(Duration::ZERO, &wanted);
+            for to in 0..3 {
+                let sent = notes.iter().filter(|note| note.2 == to).map(|(family, branch, _, blocks)| {
+                    let sent = prompt(*family, *branch, shared, *blocks);
+                    wanted.iter().zip(&sent).take_while(|(left, right)| left == right).count()
+                }).max().unwrap_or(0);
+                let blocks = found.iter().find(|one| *one.holder == holder(to)).map_or(0, |one| one.blocks as usize);
+                prop_assert!(blocks <= sent && sent - blocks <= sent / DENSE_BLOCKS, "{blocks} of {sent}");
+            }
+        }
+
+        /// Whatever comes and goes, the bound holds, and nothing is left when all is old.
+        #[test]
+        fn memory_is_bounded_and_returns(
+            notes in prop::collection::vec((0u64..5, 0u64..5, 1usize..100, 0u64..3_000), 1..60),
+        ) {
+            let mut recent = RecentDecisions::new(200, TTL);
+            let mut now = Duration::ZERO;
+            for (family, to, blocks, pause_ms) in notes {
+                now += Duration::from_millis(pause_ms);
+                recent.note(now, holder(to), &prompt(family, 0, 200, blocks));
+                prop_assert!(recent.len() <= 200);
+                let kept: usize = recent.marks.values().map(Vec::len).sum();
+                prop_assert!(kept <= recent.len());
+            }
+            recent.forget_old(now + TTL * 2);
+            prop_assert!(recent.is_empty() && recent.marks.is_empty() && recent.holders.is_empty());
+        }
+    }
+}

@@ -1,0 +1,172 @@
+"""The mesh that a benchmark measures: NATS, simulated workers, their KV events, one router; each a process."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion, Model, Pool, WorkerEntry
+from kvist.router.v1.router_pb2 import Target
+from perf.placement import Placement
+from perf.processes import Process
+
+CLUSTER = "bench"
+HASH_SEED = 7
+BLOCK_SIZE_TOKENS = 16
+READY_TIME_LIMIT_SECONDS = 30.0
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A running mesh.
+
+    Attributes:
+        router: The router's process.
+        workers: A worker for each model.
+        others: All other processes.
+        http_address: `host:port` of the HTTP edge.
+    """
+
+    router: Process
+    workers: Mapping[str, Process]
+    others: tuple[Process, ...]
+    http_address: str
+
+    def check(self) -> None:
+        """Sees to it that everything still runs."""
+        for process in (self.router, *self.workers.values(), *self.others):
+            process.check()
+
+
+@contextlib.asynccontextmanager
+async def running_mesh(
+    models: Mapping[str, Mapping[str, Any]], *, folder: Path, cores: Placement
+) -> AsyncIterator[Mesh]:
+    """Runs a mesh as it is in production: the router's index is fed over NATS, and its log is written.
+
+    Args:
+        models: Arguments of the simulated engine for each model.
+        folder: Where logs and ready files go.
+        cores: Which cores run what. Whoever calls has to keep to its own.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(process: Process) -> dict[str, Any]:
+            stack.push_async_callback(process.stop)
+            return await process.start()
+
+        nats = _nats(folder)
+        nats_url = (await start(nats))["nats"][0]
+        workers: dict[str, Process] = {}
+        addresses: dict[str, dict[str, Any]] = {}
+        for model, arguments in models.items():
+            workers[model] = _worker(model, arguments, folder)
+            addresses[model] = await start(workers[model])
+        relay = _relay(addresses, nats_url, folder)
+        await start(relay)
+        state_path = folder / "cluster-state.json"
+        state_path.write_text(json_format.MessageToJson(_cluster_state(addresses)))
+        router = _router(state_path, nats_url, folder, cores)
+        announced = await start(router)
+        mesh = Mesh(router, workers, (nats, relay), announced["http_address"])
+        await _until_ready(mesh, announced["admin_address"], exact_sources=len(models))
+        yield mesh
+
+
+def _nats(folder: Path) -> Process:
+    binary = str(Path(sys.executable).with_name("nats-server"))
+    return Process(
+        "nats",
+        [binary, "--addr=127.0.0.1", "--port=-1", f"--ports_file_dir={folder}"],
+        folder=folder,
+        ready_path=lambda process_id: folder / f"nats-server_{process_id}.ports",
+    )
+
+
+def _worker(model: str, arguments: Mapping[str, Any], folder: Path) -> Process:
+    settings_path = folder / f"{model}.settings.json"
+    settings = {
+        "worker_uid": f"{model}-0",
+        "model": model,
+        "namespace": model,
+        "pool_uid": model,
+        "pool_revision": "1",
+        "hash_seed": HASH_SEED,
+        "engine": "sim",
+        "engine_arguments": {"block_size_tokens": BLOCK_SIZE_TOKENS, **arguments},
+    }
+    settings_path.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "kvist_worker", "--settings-file", str(settings_path), "--ready-file", "{ready}"]
+    return Process(f"worker-{model}", command, folder=folder)
+
+
+def _relay(addresses: Mapping[str, Mapping[str, Any]], nats_url: str, folder: Path) -> Process:
+    settings = json.dumps({"nats_url": nats_url, "cluster": CLUSTER, "client_name": "bench-relay"})
+    workers = json.dumps(
+        [{"uid": f"{model}-0", "address": found["grpc_address"]} for model, found in addresses.items()]
+    )
+    return Process("relay", [sys.executable, "-m", "perf.relay_process", settings, workers, "{ready}"], folder=folder)
+
+
+def _router(state_path: Path, nats_url: str, folder: Path, cores: Placement) -> Process:
+    command = [sys.executable, "-m", "kvist_router", "--ready-file", "{ready}"]
+    for setting in (f"cluster_state_file={state_path}", f"bus.urls={nats_url}", "drain_seconds=1"):
+        command += ["--set", setting]
+    return Process("router", command, folder=folder, cores=cores.router)
+
+
+def _cluster_state(addresses: Mapping[str, Mapping[str, Any]]) -> ClusterState:
+    return ClusterState(
+        version=ClusterVersion(store_epoch=1, revision=1),
+        cluster=CLUSTER,
+        hash_seed=HASH_SEED,
+        models=[Model(name=model, uid=model, pools=[Pool(uid=model, revision="1", replicas=1)]) for model in addresses],
+        workers=[
+            WorkerEntry(
+                target=Target(
+                    worker_uid=f"{model}-0", address=found["grpc_address"], pool_uid=model, pool_revision="1"
+                ),
+                model=model,
+                namespace=model,
+                incarnation=int(found["incarnation"]),
+                ranks=1,
+                block_size_tokens=BLOCK_SIZE_TOKENS,
+            )
+            for model, found in addresses.items()
+        ],
+    )
+
+
+async def _until_ready(mesh: Mesh, admin_address: str, *, exact_sources: int) -> None:
+    """Waits until the router would answer and its index knows every cache exactly."""
+    async with asyncio.timeout(READY_TIME_LIMIT_SECONDS):
+        while True:
+            mesh.check()
+            metrics = await asyncio.to_thread(_read, f"http://{admin_address}/metrics")
+            ready = _value(metrics, "kvist_router_targets", 'state="ready"')
+            exact = _value(metrics, "kvist_index_sources", 'state="exact"')
+            if ready >= exact_sources and exact >= exact_sources:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:  # noqa: S310  An address of our own child.
+        text: str = response.read().decode()
+        return text
+
+
+def _value(metrics: str, name: str, label: str) -> float:
+    """The value of one metric with one label; 0 when there is none."""
+    for line in metrics.splitlines():
+        if line.startswith(name) and label in line:
+            return float(line.rsplit(" ", 1)[1])
+    return 0.0
