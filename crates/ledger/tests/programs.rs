@@ -42,6 +42,7 @@ enum Step {
         from: usize,
         medium: usize,
         groups: Groups,
+        states_keys: bool,
     },
     /// Blocks that are in the device are named for another medium, without their tokens.
     Move(usize),
@@ -74,7 +75,8 @@ struct Truth {
     groups: u64,
     /// Groups that were heard of, by medium.
     seen: [BTreeSet<u64>; 2],
-    block: usize,
+    /// Tokens of a block, by group.
+    blocks: [usize; 2],
 }
 
 fn name_of(prefix: &Prefix) -> u64 {
@@ -120,8 +122,13 @@ fn keys_of(kind: Kind, block: usize, from: usize, to: usize) -> Field {
 }
 
 impl Truth {
-    fn prefix(&self, kind: Kind, tokens: &[u32], blocks: usize) -> Prefix {
-        let tokens = tokens[..blocks * self.block].to_vec();
+    fn block(&self, group: u64) -> usize {
+        self.blocks[usize::try_from(group).unwrap()]
+    }
+
+    /// The first blocks of a prompt, as a group counts them.
+    fn prefix(&self, group: u64, kind: Kind, tokens: &[u32], blocks: usize) -> Prefix {
+        let tokens = tokens[..blocks * self.block(group)].to_vec();
         // An image that comes later is no part of it.
         let image = kind.image && tokens.len() > IMAGE_AT;
         (Kind { image, ..kind }, tokens)
@@ -135,14 +142,15 @@ impl Truth {
         medium: usize,
         group: u64,
     ) -> support::Event {
-        let to = tokens.len() / self.block;
-        let names: Vec<u64> = (named..to).map(|block| name_of(&self.prefix(kind, tokens, block + 1))).collect();
-        let parent = (from > 0).then(|| name_of(&self.prefix(kind, tokens, from)));
-        let size = u64::try_from(self.block).unwrap();
-        let event = stored(&names, parent, &tokens[from * self.block..to * self.block], size);
+        let block = self.block(group);
+        let to = tokens.len() / block;
+        let names: Vec<u64> = (named..to).map(|block| name_of(&self.prefix(group, kind, tokens, block + 1))).collect();
+        let parent = (from > 0).then(|| name_of(&self.prefix(group, kind, tokens, from)));
+        let size = u64::try_from(block).unwrap();
+        let event = stored(&names, parent, &tokens[from * block..to * block], size);
         let event = with(event, "medium", Field::text(MEDIA[medium].0));
         let event = with(event, "group_idx", Field::Int(group));
-        let event = with(event, "extra_keys", keys_of(kind, self.block, named, to));
+        let event = with(event, "extra_keys", keys_of(kind, block, named, to));
         if kind.adapter { with(event, "lora_name", Field::text("lora")) } else { event }
     }
 
@@ -167,7 +175,7 @@ impl Truth {
         for (medium, (_, tier)) in MEDIA.iter().enumerate() {
             let of_group = |group: u64| -> BTreeSet<BlockHash> {
                 let prefixes = self.copies.keys().filter(|key| (key.0, key.1) == (medium, group));
-                let units = self.block / UNIT;
+                let units = self.block(group) / UNIT;
                 prefixes.flat_map(|key| blocks_of(&key.2).into_iter().rev().take(units)).collect()
             };
             let all = self.seen[medium].iter().map(|group| of_group(*group));
@@ -189,11 +197,16 @@ struct World {
 }
 
 impl World {
-    fn new(wire: Wire, groups: u64, units: usize, may_repeat: bool) -> Self {
+    fn new(wire: Wire, groups: u64, units: [usize; 2], may_repeat: bool) -> Self {
         let mut settings = VllmSettings::new("pool", HashSeed(9));
         settings.may_repeat = may_repeat;
         Self {
-            truth: Truth { copies: BTreeMap::new(), groups, seen: Default::default(), block: units * UNIT },
+            truth: Truth {
+                copies: BTreeMap::new(),
+                groups,
+                seen: Default::default(),
+                blocks: units.map(|units| units * UNIT),
+            },
             wire,
             decoder: VllmDecoder::new(settings),
             ledger: Ledger::new(LedgerSettings { ring_batches: 1000, block_size_tokens: UNIT }),
@@ -205,8 +218,11 @@ impl World {
     fn step(&mut self, step: &Step) {
         let mut events = Vec::new();
         match step {
-            Step::Store { kind, tokens, from, medium, groups } => {
-                self.store(*kind, tokens, *from, *medium, *groups, &mut events);
+            Step::Store { kind, tokens, from, medium, groups, states_keys } => {
+                self.store((*kind, tokens), *from, *medium, *groups, &mut events);
+                if !states_keys {
+                    events = events.into_iter().map(|event| with(event, "extra_keys", Field::Nil)).collect();
+                }
             }
             Step::Move(choice) => {
                 let Some((_, group, prefix)) = self.truth.choose(*choice, |key| key.0 == 0) else { return };
@@ -222,10 +238,12 @@ impl World {
                 events.push(removed(&[name_of(&key.2)], MEDIA[key.0].0, key.1));
             }
             Step::Report(choice) => {
-                let Some((_, _, (kind, tokens))) = self.truth.choose(*choice, |key| key.0 == 0) else { return };
+                let Some((_, _, (kind, tokens))) = self.truth.choose(*choice, |key| (key.0, key.1) == (0, 0)) else {
+                    return;
+                };
                 let is_held =
-                    |blocks| self.truth.copies.contains_key(&(0, 0, self.truth.prefix(kind, &tokens, blocks)));
-                if !self.is_lower_bound || !(1..=tokens.len() / self.truth.block).all(is_held) {
+                    |blocks| self.truth.copies.contains_key(&(0, 0, self.truth.prefix(0, kind, &tokens, blocks)));
+                if !self.is_lower_bound || !(1..=tokens.len() / self.truth.block(0)).all(is_held) {
                     return;
                 }
                 events.push(self.truth.told((kind, &tokens), (0, 0), 0, 0));
@@ -241,7 +259,7 @@ impl World {
                 assert_eq!(0, self.ledger.block_count());
                 // Sent before the engine obeyed.
                 let kind = Kind { adapter: false, salt: false, image: false };
-                let late = self.truth.told((kind, &[8; 2 * UNIT]), (0, 0), 0, 0);
+                let late = self.truth.told((kind, &[8; 4 * UNIT]), (0, 0), 0, 0);
                 self.say(&[write_event(&late, self.wire)]);
                 self.check();
                 events.push(cleared());
@@ -252,7 +270,7 @@ impl World {
                 return;
             }
             Step::StoreUnreadably { kind, tokens } => {
-                let prefix = self.truth.prefix(*kind, tokens, 1);
+                let prefix = self.truth.prefix(0, *kind, tokens, 1);
                 let event = self.truth.told((*kind, &prefix.1), (0, 0), 0, 0);
                 events.push(with(event, "token_ids", Field::text("?")));
                 self.truth.take(0, 0, prefix);
@@ -271,29 +289,28 @@ impl World {
 
     fn store(
         &mut self,
-        kind: Kind,
-        tokens: &[u32],
+        (kind, tokens): (Kind, &[u32]),
         from: usize,
         medium: usize,
         groups: Groups,
         events: &mut Vec<support::Event>,
     ) {
-        let to = tokens.len() / self.truth.block;
-        if to == 0 {
-            return;
-        }
-        let tokens = &tokens[..to * self.truth.block];
-        let from = from.min(to - 1);
         let everywhere = match groups {
             Groups::First => 0..1,
             Groups::All | Groups::Window => 0..self.truth.groups,
         };
         for group in everywhere.rev() {
+            let block = self.truth.block(group);
+            let to = tokens.len() / block;
+            if to == 0 {
+                continue;
+            }
+            let from = (from * self.truth.block(0) / block).min(to - 1);
             let named = if matches!(groups, Groups::Window) && group > 0 { to - 1 } else { from };
-            events.push(self.truth.told((kind, tokens), (from, named), medium, group));
+            events.push(self.truth.told((kind, &tokens[..to * block]), (from, named), medium, group));
             self.truth.seen[medium].insert(group);
             for block in named..to {
-                let prefix = self.truth.prefix(kind, tokens, block + 1);
+                let prefix = self.truth.prefix(group, kind, tokens, block + 1);
                 self.truth.take(medium, group, prefix);
             }
         }
@@ -343,9 +360,18 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     };
     let tokens = || prop::collection::vec(0u32..2, 4..13);
     let groups = prop_oneof![2 => Just(Groups::First), 4 => Just(Groups::All), 1 => Just(Groups::Window)];
-    let store = (kind(), tokens(), prop_oneof![3 => Just(0usize), 2 => 0usize..3], 0..MEDIA.len(), groups);
+    let store = (
+        kind(),
+        tokens(),
+        prop_oneof![3 => Just(0usize), 2 => 0usize..3],
+        0..MEDIA.len(),
+        groups,
+        prop::bool::weighted(0.9),
+    );
     let step = prop_oneof![
-        14 => store.prop_map(|(kind, tokens, from, medium, groups)| Step::Store { kind, tokens, from, medium, groups }),
+        14 => store.prop_map(|(kind, tokens, from, medium, groups, states_keys)| {
+            Step::Store { kind, tokens, from, medium, groups, states_keys }
+        }),
         3 => any::<usize>().prop_map(Step::Move),
         12 => any::<usize>().prop_map(Step::Remove),
         2 => any::<usize>().prop_map(Step::Report),
@@ -373,7 +399,7 @@ proptest! {
         steps in steps(),
         (maps, digests, extras) in any::<(bool, bool, bool)>(),
         groups in 1u64..3,
-        units in 1usize..3,
+        units in [1usize..3, 1usize..3],
         may_repeat in any::<bool>(),
     ) {
         let mut world = World::new(Wire { maps, digests, extras }, groups, units, may_repeat);
@@ -390,7 +416,7 @@ proptest! {
         (maps, digests, extras) in any::<(bool, bool, bool)>(),
         units in 1usize..3,
     ) {
-        let mut world = World::new(Wire { maps, digests, extras }, 1, units, false);
+        let mut world = World::new(Wire { maps, digests, extras }, 1, [units; 2], false);
         for step in &steps {
             match step {
                 Step::Lose | Step::StoreUnreadably { .. } | Step::RemoveUnreadably(_) => continue,
@@ -398,7 +424,7 @@ proptest! {
                 Step::Clear | Step::ClearLate if !world.truth.seen[1].is_empty() => continue,
                 Step::Store { kind, tokens, medium, groups, .. } => {
                     let (kind, tokens, medium, groups) = (*kind, tokens.clone(), *medium, *groups);
-                    world.step(&Step::Store { kind, tokens, from: 0, medium, groups });
+                    world.step(&Step::Store { kind, tokens, from: 0, medium, groups, states_keys: true });
                 }
                 step => world.step(step),
             }
