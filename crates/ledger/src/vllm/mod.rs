@@ -460,6 +460,3 @@ fn block_keys(
     }
     Ok(keys)
 }
-
-#[cfg(test)]
-mod tests;
