@@ -1,4 +1,4 @@
-"""Enforces the rules of the code layout that neither cargo nor import-linter can see.
+"""Enforces the rules of the code layout that neither cargo nor import-linter can see, and that stated rules are tested.
 
 Pure crates have no I/O and no clock; the arrows between crates are those of ARCHITECTURE.md; only one crate knows
 Python. Prints each violation and ends with 1 when there is one.
@@ -40,6 +40,14 @@ def product_code(path: Path) -> str:
     return path.read_text().split("#[cfg(test)]", 1)[0]
 
 
+def rules_without_tests() -> list[str]:
+    """Returns the numbered rules of how-kvist-knows.md that no test cites."""
+    stated = re.findall(r"^\*\*(R\d+)\.\*\*", (ROOT / "docs/concepts/how-kvist-knows.md").read_text(), re.MULTILINE)
+    tests = [path for path in ROOT.glob("crates/*/**/*.rs") if "tests" in path.stem or "tests" in path.parts]
+    cited = {rule for path in tests for rule in re.findall(r"\bR\d+\b", path.read_text())}
+    return [f"docs/concepts/how-kvist-knows.md: no test cites {rule}" for rule in stated if rule not in cited]
+
+
 def main() -> int:
     """Checks all crates and returns the exit code."""
     violations: list[str] = []
@@ -68,6 +76,7 @@ def main() -> int:
                     violations.append(
                         f"{path.relative_to(ROOT)}:{number}: a pure crate has no I/O and no clock: {line.strip()}"
                     )
+    violations += rules_without_tests()
     for violation in violations:
         print(violation)
     return 1 if violations else 0

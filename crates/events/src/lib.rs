@@ -1,4 +1,4 @@
-//! KV events on NATS: the agent's relay, the index's subscription, catch-up.
+//! KV events: an engine's own sockets, and on NATS the agent's relay, the index's subscription, catch-up.
 //!
 //! ```text
 //! worker ledger ══WatchKvEvents══▶ Relay ══NATS══▶ IndexFeed ──▶ Index
@@ -19,6 +19,7 @@ mod feed;
 mod relay;
 mod subject;
 mod tracker;
+mod vllm;
 mod worker_channel;
 
 pub use bootstrap::bootstrap_chunks;
@@ -29,3 +30,4 @@ pub use feed::{FeedSettings, FeedStats, IndexFeed};
 pub use relay::{Relay, RelaySettings, RelayStats, RelayWorker, RelayWorkerStats};
 pub use subject::Subjects;
 pub use tracker::{FeedWorker, TrackerCounters};
+pub use vllm::{VllmReader, VllmReaderSettings, VllmReaderStats, VllmSaid, VllmStreamCounters};

@@ -358,6 +358,7 @@ fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
+    /// R20, R21, R22, R23, R24.
     #[test]
     fn claims_are_always_true_and_become_complete_when_the_world_calms_down(steps in steps()) {
         let mut world = World::new();
@@ -374,6 +375,7 @@ fn settled() -> World {
     world
 }
 
+/// R21.
 #[test]
 fn one_lost_batch_costs_one_question_and_no_snapshot() {
     let mut world = settled();
@@ -405,6 +407,7 @@ fn one_lost_batch_costs_one_question_and_no_snapshot() {
     );
 }
 
+/// R22.
 #[test]
 fn a_garbled_word_of_the_dead_asks_nobody() {
     let mut world = settled();
@@ -439,6 +442,7 @@ fn a_ledger_that_keeps_disagreeing_is_asked_more_and_more_rarely() {
     assert_eq!(8, world.tracker.counters().mismatches);
 }
 
+/// R21.
 #[test]
 fn a_worker_that_does_not_answer_is_asked_again_with_growing_pauses() {
     let mut world = settled();
@@ -468,6 +472,7 @@ fn a_worker_that_does_not_answer_is_asked_again_with_growing_pauses() {
     assert_eq!(SourceState::Exact, world.index.source(&key(0)).unwrap().state);
 }
 
+/// R24.
 #[test]
 fn a_bus_that_goes_makes_sources_stale_until_their_workers_were_asked() {
     let mut world = settled();
@@ -479,6 +484,7 @@ fn a_bus_that_goes_makes_sources_stale_until_their_workers_were_asked() {
     world.settle();
 }
 
+/// R25.
 #[test]
 fn statements_of_strangers_are_counted_and_open_nothing() {
     let mut world = settled();

@@ -2,10 +2,19 @@
 
 use std::sync::Arc;
 
-use hashbrown::{HashMap, hash_map::Entry};
-use kvist_blocks::{Batch, BlockHash, BlockHasher, Digest, Event, Tier, TierDigest};
+use hashbrown::HashMap;
+use kvist_blocks::{Batch, BlockHash, BlockHasher, Event, HashSeed, Namespace, Tier, TierDigest};
 
-use crate::{EngineEvent, EngineHash, RangeLost, StoredBlocks, ring::Ring};
+use crate::{
+    BlockKey, BlockKeys, DescribedBlocks, EngineEvent, EngineHash, Place, RangeLost, StoredBlocks,
+    hint::Hints,
+    ring::Ring,
+    tier::{Content, Taken, TierAccount},
+};
+
+/// Unless the caller says otherwise.
+const HINT_TIME_TO_LIVE_NANOS: u64 = 600 * 1_000_000_000;
+const MOST_HINTS: usize = 1 << 16;
 
 /// How a ledger is kept.
 #[derive(Clone, Copy, Debug)]
@@ -16,19 +25,39 @@ pub struct LedgerSettings {
     pub block_size_tokens: usize,
 }
 
-/// What went wrong, counted since the start.
+/// What went wrong or was not taken at its word, counted since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerCounters {
     /// Blocks left out because their parent was not known.
     pub unknown_parents: u64,
-    /// Blocks left out because the engine named them without their tokens, and they were not known from another tier.
+    /// Blocks left out because the engine named them without their tokens, and they were not known from elsewhere.
     pub unknown_contents: u64,
+    /// Blocks left out because nobody knows the adapter they belong to.
+    pub unknown_namespaces: u64,
+    /// Blocks left out because the engine does not say what separates them beside tokens.
+    pub unstated_keys: u64,
+    /// Blocks left out because the engine's block is no multiple of the ledger's.
+    pub odd_block_sizes: u64,
     /// Blocks left out because the engine used one hash for two contents.
     pub conflicting_hashes: u64,
+    /// Proofs that an engine has hidden keys though its caller vouched for it; each ended all claims.
+    pub broken_vouches: u64,
+    /// Blocks that were described again and got no further copy for it.
+    pub repeated_blocks: u64,
+    /// Blocks that are no longer held because a cache group appeared that does not hold them.
+    pub hidden_by_groups: u64,
+    /// Blocks taken as hints.
+    pub hinted_blocks: u64,
     /// Removals of blocks that were not held.
     pub unknown_removals: u64,
     /// Events whose tokens did not fill their blocks.
     pub malformed_events: u64,
+    /// Stored blocks that could not be understood, by events.
+    pub unreadable_events: u64,
+    /// Events older than an ordered clear.
+    pub events_before_clear: u64,
+    /// Clears that arrived when nothing was held.
+    pub empty_clears: u64,
     /// Holes in the engine's own stream.
     pub lost_events: u64,
 }
@@ -53,65 +82,6 @@ pub struct LedgerDigest {
     pub tiers: Vec<TierDigest>,
     /// Whether the engine's history was seen without a hole.
     pub complete: bool,
-}
-
-/// Kvist's block behind an engine's hash, and how many times the engine holds it.
-#[derive(Clone, Copy, Debug)]
-struct Held {
-    block: BlockHash,
-    copies: u32,
-}
-
-#[derive(Debug, Default)]
-struct TierAccount {
-    by_engine_hash: HashMap<EngineHash, Held>,
-    /// Copies over all engine hashes; several may stand for one block.
-    copies: HashMap<BlockHash, u32>,
-    digest: Digest,
-    used: bool,
-}
-
-/// What became of a stored block.
-enum Taken {
-    /// Its first copy: it is held from here on.
-    First,
-    /// It was held before.
-    Further,
-    /// The engine's hash stands for another block.
-    Conflict,
-}
-
-impl TierAccount {
-    fn take(&mut self, engine_hash: EngineHash, block: BlockHash, counting: bool) -> Taken {
-        match self.by_engine_hash.entry(engine_hash) {
-            Entry::Occupied(entry) if entry.get().block != block => return Taken::Conflict,
-            Entry::Occupied(_) if !counting => return Taken::Further,
-            Entry::Occupied(mut entry) => entry.get_mut().copies += 1,
-            Entry::Vacant(entry) => {
-                entry.insert(Held { block, copies: 1 });
-            }
-        }
-        self.used = true;
-        let copies = self.copies.entry(block).or_insert(0);
-        *copies += 1;
-        if *copies > 1 {
-            return Taken::Further;
-        }
-        self.digest.add(block);
-        Taken::First
-    }
-
-    /// Takes copies of a block out; true when the last one is gone.
-    fn give(&mut self, block: BlockHash, copies: u32) -> bool {
-        let Entry::Occupied(mut entry) = self.copies.entry(block) else { return false };
-        *entry.get_mut() = entry.get().saturating_sub(copies);
-        let is_last = *entry.get() == 0;
-        if is_last {
-            entry.remove();
-            self.digest.remove(block);
-        }
-        is_last
-    }
 }
 
 /// Collects newly held blocks into events, one for each run in which every block is the parent of the next.
@@ -148,9 +118,17 @@ pub struct Ledger {
     settings: LedgerSettings,
     counting: bool,
     tiers: [TierAccount; 4],
+    hints: Hints,
     ring: Ring,
     next_sequence: u64,
-    complete: bool,
+    /// Whether something was stored that is not in the account, and may be held still.
+    is_missing_some: bool,
+    /// Engine blocks in the account whose contents are not known.
+    unrecognised: u64,
+    awaits_clear: bool,
+    /// The engine's names of blocks whose keys were vouched for, until the vouch is broken.
+    vouched: HashMap<BlockHash, EngineHash>,
+    is_vouch_broken: bool,
     counters: LedgerCounters,
 }
 
@@ -162,9 +140,14 @@ impl Ledger {
             settings,
             counting: true,
             tiers: Default::default(),
+            hints: Hints::new(HINT_TIME_TO_LIVE_NANOS, MOST_HINTS),
             ring: Ring::new(settings.ring_batches),
             next_sequence: 0,
-            complete: true,
+            is_missing_some: false,
+            unrecognised: 0,
+            awaits_clear: false,
+            vouched: HashMap::new(),
+            is_vouch_broken: false,
             counters: LedgerCounters::default(),
         }
     }
@@ -180,26 +163,22 @@ impl Ledger {
         self
     }
 
+    /// How long a hint lives, in nanoseconds, and how many there may be.
+    ///
+    /// To be said before the first event.
+    #[must_use]
+    pub fn hints(mut self, time_to_live_nanos: u64, most: usize) -> Self {
+        self.hints = Hints::new(time_to_live_nanos, most);
+        self
+    }
+
     /// Takes what the engine said and returns the batch that says so, if anything visible changed. A batch is made for
     /// nothing else, so that sequences stand for changes.
     pub fn apply(&mut self, now_unix_nanos: u64, events: &[EngineEvent]) -> Option<Arc<Batch>> {
+        self.hints.expire(now_unix_nanos);
         let mut visible = Vec::new();
         for event in events {
-            match event {
-                EngineEvent::Stored(stored) => self.store(stored, &mut visible),
-                EngineEvent::Removed { hashes, tier } => self.remove(hashes, *tier, &mut visible),
-                EngineEvent::Cleared => {
-                    self.forget_all(&mut visible);
-                    // An empty cache is known whatever was missed before.
-                    self.complete = true;
-                }
-                EngineEvent::Lost => {
-                    // What was missed may have been removals, and then claims would be false: start over.
-                    self.forget_all(&mut visible);
-                    self.complete = false;
-                    self.counters.lost_events += 1;
-                }
-            }
+            self.apply_event(now_unix_nanos, event, &mut visible);
         }
         if visible.is_empty() {
             return None;
@@ -209,6 +188,45 @@ impl Ledger {
         self.next_sequence += 1;
         self.ring.push(Arc::clone(&batch));
         Some(batch)
+    }
+
+    fn apply_event(&mut self, now: u64, event: &EngineEvent, visible: &mut Vec<Event>) {
+        let ends_wait = matches!(event, EngineEvent::Cleared | EngineEvent::PoolCleared | EngineEvent::Lost);
+        if self.awaits_clear && !ends_wait {
+            self.counters.events_before_clear += 1;
+            return;
+        }
+        match event {
+            EngineEvent::Stored(stored) => self.store(now, stored, visible),
+            EngineEvent::Described(blocks) => self.describe(now, blocks, visible),
+            EngineEvent::Removed { hashes, tier } => self.remove(hashes, Place::sole(*tier), visible),
+            EngineEvent::RemovedFrom { hashes, place } => self.remove(hashes, *place, visible),
+            EngineEvent::Cleared | EngineEvent::PoolCleared => {
+                let lower_tiers = &self.tiers[Tier::Host.position()..];
+                let is_known_empty = *event == EngineEvent::Cleared || !lower_tiers.iter().any(|tier| tier.is_used);
+                if !self.forget_all(visible) {
+                    self.counters.empty_clears += 1;
+                }
+                // An empty cache is known whatever was missed before.
+                self.is_missing_some = !is_known_empty;
+                self.awaits_clear = false;
+            }
+            EngineEvent::ClearOrdered => {
+                self.forget_all(visible);
+                self.awaits_clear = true;
+            }
+            EngineEvent::Unreadable => {
+                self.counters.unreadable_events += 1;
+                self.is_missing_some = true;
+            }
+            EngineEvent::Lost => {
+                // What was missed may have been removals, and then claims would be false: start over. If it was the
+                // clear that is waited for, only the next one ends the wait: what comes may still be older.
+                self.forget_all(visible);
+                self.is_missing_some = true;
+                self.counters.lost_events += 1;
+            }
+        }
     }
 
     /// Batches after `last_applied`, or from 0 when none was applied.
@@ -230,10 +248,10 @@ impl Ledger {
     pub fn snapshot(&self) -> Snapshot {
         let blocks = Tier::ALL
             .into_iter()
-            .map(|tier| (tier, self.tiers[tier.position()].copies.keys().copied().collect::<Vec<_>>()))
+            .map(|tier| (tier, self.tiers[tier.position()].blocks()))
             .filter(|(_, hashes)| !hashes.is_empty())
             .collect();
-        Snapshot { next_sequence: self.next_sequence, blocks, complete: self.complete }
+        Snapshot { next_sequence: self.next_sequence, blocks, complete: self.is_complete() }
     }
 
     /// Count and digest of each tier.
@@ -242,27 +260,41 @@ impl Ledger {
         let tiers = Tier::ALL
             .into_iter()
             .zip(&self.tiers)
-            .filter(|(_, account)| account.used)
-            .map(|(tier, account)| TierDigest {
-                tier,
-                block_count: account.copies.len() as u64,
-                digest: account.digest,
-            })
+            .filter(|(_, account)| account.is_used)
+            .map(|(tier, account)| TierDigest { tier, block_count: account.block_count, digest: account.digest })
             .collect();
-        LedgerDigest { next_sequence: self.next_sequence, tiers, complete: self.complete }
+        LedgerDigest { next_sequence: self.next_sequence, tiers, complete: self.is_complete() }
     }
 
-    /// How many leading blocks of a prompt the device tier holds.
+    /// Whether everything that the engine holds is in the account.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        !self.is_missing_some && !self.awaits_clear && self.unrecognised == 0
+    }
+
+    /// How many leading blocks of a prompt the device tier holds, in every cache group.
     #[must_use]
     pub fn claimed_prefix_blocks(&self, prompt: &[BlockHash]) -> usize {
-        let held = &self.tiers[Tier::Device.position()].copies;
-        prompt.iter().take_while(|hash| held.contains_key(*hash)).count()
+        let device = &self.tiers[Tier::Device.position()];
+        prompt.iter().take_while(|hash| device.contains(**hash)).count()
+    }
+
+    /// How many leading blocks of a prompt a medium may hold that never reports removals. No claim.
+    #[must_use]
+    pub fn hinted_prefix_blocks(&self, now_unix_nanos: u64, prompt: &[BlockHash]) -> usize {
+        prompt.iter().take_while(|hash| self.hints.contains(**hash, now_unix_nanos)).count()
+    }
+
+    /// Hints that are kept.
+    #[must_use]
+    pub fn hint_count(&self) -> usize {
+        self.hints.len()
     }
 
     /// Distinct blocks over all tiers.
     #[must_use]
     pub fn block_count(&self) -> u64 {
-        self.tiers.iter().map(|account| account.copies.len() as u64).sum()
+        self.tiers.iter().map(|account| account.block_count).sum()
     }
 
     /// What went wrong since the start.
@@ -271,127 +303,322 @@ impl Ledger {
         self.counters
     }
 
-    fn store(&mut self, stored: &StoredBlocks, visible: &mut Vec<Event>) {
-        let block_size = self.settings.block_size_tokens;
-        if stored.tokens.is_empty() && !stored.hashes.is_empty() {
-            self.store_known(&stored.hashes, stored.tier, visible);
-            return;
-        }
-        if block_size == 0 || stored.tokens.len() != stored.hashes.len() * block_size {
-            self.counters.malformed_events += 1;
-            self.complete = false;
-            return;
-        }
-        let parent = match stored.parent {
-            None => None,
-            Some(parent) => match self.block_of(parent, stored.tier) {
-                Some(block) => Some(block),
-                None => {
-                    // Without the parent the content is not known; claiming nothing is sound.
-                    self.counters.unknown_parents += stored.hashes.len() as u64;
-                    self.complete = false;
-                    return;
-                }
-            },
+    fn store(&mut self, now: u64, stored: &StoredBlocks, visible: &mut Vec<Event>) {
+        let StoredBlocks { hashes, parent, tokens, tier, root } = stored;
+        let run = Run {
+            hashes,
+            parent: *parent,
+            tokens,
+            block_size_tokens: self.settings.block_size_tokens,
+            place: Place::sole(*tier),
+            root: Some(*root),
+            keys: &BlockKeys::Stated(Vec::new()),
         };
-        let mut blocks = Vec::with_capacity(stored.hashes.len());
-        BlockHasher::new(parent.unwrap_or(stored.root), block_size).push(&stored.tokens, &mut blocks);
-        let counting = self.counts_copies(stored.tier);
-        let account = &mut self.tiers[stored.tier.position()];
-        let mut runs = Runs::new(stored.tier, visible);
-        let mut previous = parent;
+        if !tokens.is_empty() && tokens.len() != hashes.len().saturating_mul(run.block_size_tokens) {
+            self.counters.malformed_events += 1;
+            self.is_missing_some = true;
+            return;
+        }
+        self.take(now, &run, false, visible);
+    }
+
+    fn describe(&mut self, now: u64, blocks: &DescribedBlocks, visible: &mut Vec<Event>) {
+        let DescribedBlocks { hashes, parent, tokens, block_size_tokens, place, root, keys, may_repeat } = blocks;
+        let run = Run {
+            hashes,
+            parent: *parent,
+            tokens,
+            block_size_tokens: *block_size_tokens,
+            place: *place,
+            root: *root,
+            keys,
+        };
+        if !tokens.is_empty() && tokens.len() < hashes.len().saturating_mul(*block_size_tokens) {
+            self.counters.malformed_events += 1;
+            self.is_missing_some = true;
+            return;
+        }
+        self.take(now, &run, *may_repeat && parent.is_none(), visible);
+    }
+
+    /// Takes a run in. One that may be a repetition adds no copies to blocks that are held, also behind one that is
+    /// not: that one's own event may have been unreadable.
+    fn take(&mut self, now: u64, run: &Run<'_>, may_repeat: bool, visible: &mut Vec<Event>) {
+        let Some(contents) = self.contents(run, visible) else { return };
+        let Place { tier, group, is_hint } = run.place;
+        if is_hint {
+            self.counters.hinted_blocks += contents.len() as u64;
+            for (engine_hash, content) in run.hashes.iter().zip(contents) {
+                self.hints.take(*engine_hash, content, now);
+            }
+            return;
+        }
+        let counts = self.counting && tier == Tier::Device;
+        let (position, hidden) = self.tiers[tier.position()].group(group);
+        if hidden > 0 {
+            self.counters.hidden_by_groups += hidden;
+            visible.push(Event::Cleared { tier: Some(tier) });
+        }
+        // Without all the tokens the order of the hashes says nothing about parents.
+        let is_run = !run.tokens.is_empty() && !run.has_gaps();
+        let mut previous = run.parent.and_then(|parent| self.last_block_of(parent));
+        let mut runs = Runs::new(tier, visible);
         let mut conflict = None;
-        for (position, (engine_hash, block)) in stored.hashes.iter().zip(blocks).enumerate() {
-            match account.take(*engine_hash, block, counting) {
-                Taken::First => runs.push(previous, block),
-                Taken::Further => runs.close(),
+        let mut learned = Vec::new();
+        for (number, (engine_hash, content)) in run.hashes.iter().zip(contents).enumerate() {
+            let account = &mut self.tiers[tier.position()];
+            let repeats = may_repeat && counts && account.groups[position].held.contains_key(engine_hash);
+            self.counters.repeated_blocks += u64::from(repeats);
+            if matches!(run.keys, BlockKeys::Vouched)
+                && !self.is_vouch_broken
+                && let Some(block) = content.last()
+            {
+                self.vouched.insert(block, *engine_hash);
+            }
+            if content.is_unknown() {
+                previous = None;
+                runs.close();
+            } else if self.unrecognised > 0 {
+                learned.push((*engine_hash, content.clone()));
+            }
+            let taken = account.take(position, *engine_hash, content, counts && !repeats, |block, is_new| {
+                if !is_new || !is_run {
+                    runs.close();
+                }
+                if is_new {
+                    runs.push(previous.filter(|_| is_run), block);
+                }
+                previous = Some(block);
+            });
+            match taken {
+                Taken::Held => {}
+                Taken::Recognised => self.unrecognised -= 1,
+                Taken::Unrecognised => self.unrecognised += 1,
                 Taken::Conflict => {
-                    conflict = Some((position, *engine_hash));
+                    conflict = Some((number, *engine_hash));
                     break;
                 }
             }
-            previous = Some(block);
         }
         runs.close();
-        if let Some((position, engine_hash)) = conflict {
+        if let Some((number, engine_hash)) = conflict {
             // Neither content can be claimed, nor anything that follows the block of two contents.
-            self.counters.conflicting_hashes += (stored.hashes.len() - position) as u64;
-            self.complete = false;
+            self.counters.conflicting_hashes += (run.hashes.len() - number) as u64;
+            self.is_missing_some = true;
             self.forget(engine_hash, visible);
         }
+        for (engine_hash, content) in learned {
+            self.recognise(group, engine_hash, &content, visible);
+        }
     }
 
-    /// Stores blocks of which the engine gives no tokens, as when they move to another tier.
-    fn store_known(&mut self, hashes: &[EngineHash], tier: Tier, visible: &mut Vec<Event>) {
-        let counting = self.counts_copies(tier);
-        for engine_hash in hashes {
-            let Some(block) = self.block_of(*engine_hash, tier) else {
-                self.counters.unknown_contents += 1;
-                self.complete = false;
-                continue;
+    /// Kvist's names for the blocks of a run, as far as they can be known; none when there is nothing to take in.
+    fn contents(&mut self, run: &Run<'_>, visible: &mut Vec<Event>) -> Option<Vec<Content>> {
+        let count = run.hashes.len();
+        if count == 0 {
+            return None;
+        }
+        let unit = self.settings.block_size_tokens;
+        if run.tokens.is_empty() {
+            let known = |hash| self.known_content(hash, 0, |group, _| group == run.place.group);
+            let contents: Vec<_> = run.hashes.iter().map(|hash| known(*hash)).collect();
+            self.counters.unknown_contents += unknown(&contents);
+            return Some(contents);
+        }
+        let units = run.block_size_tokens.checked_div(unit).unwrap_or(0);
+        if units == 0 || units * unit != run.block_size_tokens {
+            self.counters.odd_block_sizes += count as u64;
+            return Some(vec![Content::Unknown(0); count]);
+        }
+        let parent = match run.parent {
+            None => run.root,
+            Some(parent) => self.last_block_of(parent),
+        };
+        // Blocks were left out: what the others are, tokens alone do not say.
+        let has_gaps = run.has_gaps();
+        if let (Some(parent), false) = (parent, has_gaps) {
+            let keys: &[BlockKey] = match run.keys {
+                BlockKeys::Stated(keys) => keys,
+                BlockKeys::Vouched | BlockKeys::Unstated => &[],
             };
-            match self.tiers[tier.position()].take(*engine_hash, block, counting) {
-                // The order of the hashes says nothing about parents here, so each block is a run of its own.
-                Taken::First => visible.push(Event::Stored { tier, parent: None, hashes: vec![block] }),
-                Taken::Further | Taken::Conflict => {}
+            let is_plain = matches!(run.keys, BlockKeys::Vouched) && !self.is_vouch_broken;
+            if is_plain || matches!(run.keys, BlockKeys::Stated(_)) {
+                let blocks = hash_run(parent, run.tokens, unit, keys);
+                let contents: Vec<_> = blocks.chunks(units).map(Content::from_blocks).collect();
+                if is_plain && self.breaks_vouch(run, &contents) {
+                    self.counters.broken_vouches += 1;
+                    self.is_vouch_broken = true;
+                    self.forget_all(visible);
+                    self.is_missing_some = true;
+                    return None;
+                }
+                return Some(contents);
+            }
+        }
+        let known = |hash| self.known_content(hash, units, |_, blocks| blocks == units);
+        let contents: Vec<_> = run.hashes.iter().map(|hash| known(*hash)).collect();
+        let reason = match (parent, has_gaps) {
+            (None, _) if run.parent.is_some() => &mut self.counters.unknown_parents,
+            (None, _) => &mut self.counters.unknown_namespaces,
+            (Some(_), true) => &mut self.counters.unknown_contents,
+            (Some(_), false) => &mut self.counters.unstated_keys,
+        };
+        *reason += unknown(&contents);
+        Some(contents)
+    }
+
+    /// An engine's hash covers all that separates blocks: two of them for the same tokens after the same parent mean
+    /// that something is not said.
+    fn breaks_vouch(&self, run: &Run<'_>, contents: &[Content]) -> bool {
+        run.hashes.iter().zip(contents).any(|(engine_hash, content)| {
+            let known = content.last().and_then(|block| self.vouched.get(&block));
+            known.is_some_and(|known| known != engine_hash)
+        })
+    }
+
+    /// The content behind an engine's hash, from any place whose group and number of blocks will do. A hash means the
+    /// same in every tier and group, up to where its block begins.
+    fn known_content(&self, engine_hash: EngineHash, units: usize, will_do: impl Fn(u32, usize) -> bool) -> Content {
+        let groups = self.tiers.iter().flat_map(|tier| &tier.groups);
+        groups
+            .filter_map(|group| Some((group.number, &group.held.get(&engine_hash)?.content)))
+            .find(|(group, content)| !content.is_unknown() && will_do(*group, content.blocks().len()))
+            .map_or(Content::Unknown(units), |(_, content)| content.clone())
+    }
+
+    /// The last block behind an engine's hash, wherever it lies: a block that moves down may follow one that is only
+    /// above.
+    fn last_block_of(&self, engine_hash: EngineHash) -> Option<BlockHash> {
+        let groups = self.tiers.iter().flat_map(|tier| &tier.groups);
+        groups
+            .filter_map(|group| group.held.get(&engine_hash)?.content.last())
+            .next()
+            .or_else(|| self.hints.content(engine_hash)?.last())
+    }
+
+    /// Tells places what a block is that they named before it was described.
+    fn recognise(&mut self, described_in: u32, engine_hash: EngineHash, content: &Content, visible: &mut Vec<Event>) {
+        for (tier, account) in Tier::ALL.into_iter().zip(&mut self.tiers) {
+            for position in 0..account.groups.len() {
+                let group = &account.groups[position];
+                // A group with larger blocks holds more behind the same hash than is known here.
+                let is_meant = match group.held.get(&engine_hash).map(|held| &held.content) {
+                    Some(Content::Unknown(0)) => group.number == described_in,
+                    Some(Content::Unknown(units)) => *units == content.blocks().len(),
+                    _ => false,
+                };
+                if !is_meant {
+                    continue;
+                }
+                let taken = account.take(position, engine_hash, content.clone(), false, |block, is_new| {
+                    if is_new {
+                        visible.push(Event::Stored { tier, parent: None, hashes: vec![block] });
+                    }
+                });
+                self.unrecognised -= u64::from(taken == Taken::Recognised);
             }
         }
     }
 
-    fn remove(&mut self, hashes: &[EngineHash], tier: Tier, visible: &mut Vec<Event>) {
-        let account = &mut self.tiers[tier.position()];
+    fn remove(&mut self, hashes: &[EngineHash], place: Place, visible: &mut Vec<Event>) {
         let mut gone = Vec::new();
+        let mut unknown = 0;
+        let account = &mut self.tiers[place.tier.position()];
+        let position = account.groups.iter().position(|group| group.number == place.group);
         for engine_hash in hashes {
-            let Entry::Occupied(mut entry) = account.by_engine_hash.entry(*engine_hash) else {
-                self.counters.unknown_removals += 1;
+            if place.is_hint {
+                unknown += u64::from(!self.hints.remove(*engine_hash));
                 continue;
-            };
-            let block = entry.get().block;
-            entry.get_mut().copies -= 1;
-            if entry.get().copies == 0 {
-                entry.remove();
             }
-            if account.give(block, 1) {
-                gone.push(block);
+            match position.and_then(|position| account.give(position, *engine_hash, 1, &mut gone)) {
+                Some(was_unrecognised) => self.unrecognised -= u64::from(was_unrecognised),
+                None => unknown += 1,
             }
         }
+        self.counters.unknown_removals += unknown;
         if !gone.is_empty() {
-            visible.push(Event::Removed { tier, hashes: gone });
+            for block in &gone {
+                self.vouched.remove(block);
+            }
+            visible.push(Event::Removed { tier: place.tier, hashes: gone });
         }
     }
 
-    /// Takes an engine's hash out of all tiers, with all its copies.
+    /// Takes an engine's hash out of all places, with all its copies.
     fn forget(&mut self, engine_hash: EngineHash, visible: &mut Vec<Event>) {
         for (tier, account) in Tier::ALL.into_iter().zip(&mut self.tiers) {
-            let Some(held) = account.by_engine_hash.remove(&engine_hash) else { continue };
-            if account.give(held.block, held.copies) {
-                visible.push(Event::Removed { tier, hashes: vec![held.block] });
+            let mut gone = Vec::new();
+            for position in 0..account.groups.len() {
+                let was_unrecognised = account.give(position, engine_hash, u32::MAX, &mut gone);
+                self.unrecognised -= u64::from(was_unrecognised == Some(true));
+            }
+            if !gone.is_empty() {
+                visible.push(Event::Removed { tier, hashes: gone });
             }
         }
     }
 
-    fn forget_all(&mut self, visible: &mut Vec<Event>) {
-        let held_any = self.tiers.iter().any(|account| !account.copies.is_empty());
+    fn forget_all(&mut self, visible: &mut Vec<Event>) -> bool {
+        let mut held_any = false;
         for account in &mut self.tiers {
-            account.by_engine_hash.clear();
-            account.copies.clear();
-            account.digest = Digest::default();
+            held_any |= account.clear();
         }
+        self.hints.clear();
+        self.vouched.clear();
+        self.unrecognised = 0;
         if held_any {
             visible.push(Event::Cleared { tier: None });
         }
+        held_any
     }
+}
 
-    fn counts_copies(&self, tier: Tier) -> bool {
-        self.counting && tier == Tier::Device
-    }
+/// Stored blocks in either form.
+struct Run<'a> {
+    hashes: &'a [EngineHash],
+    parent: Option<EngineHash>,
+    tokens: &'a [u32],
+    block_size_tokens: usize,
+    place: Place,
+    root: Option<BlockHash>,
+    keys: &'a BlockKeys,
+}
 
-    /// The block behind an engine's hash. A hash means the same in every tier, and a block that moves down may follow
-    /// one that is only above.
-    fn block_of(&self, engine_hash: EngineHash, tier: Tier) -> Option<BlockHash> {
-        std::iter::once(tier)
-            .chain(Tier::ALL)
-            .find_map(|tier| self.tiers[tier.position()].by_engine_hash.get(&engine_hash))
-            .map(|held| held.block)
+impl Run<'_> {
+    /// Blocks were left out, as a group does that keeps only a window.
+    fn has_gaps(&self) -> bool {
+        self.tokens.len() != self.hashes.len().saturating_mul(self.block_size_tokens)
     }
+}
+
+fn unknown(contents: &[Content]) -> u64 {
+    contents.iter().filter(|content| content.is_unknown()).count() as u64
+}
+
+/// Hashes of the blocks of a run. A key taints the block in which it begins, by its name and its place in that block;
+/// what follows inherits that through its parent, so it does not matter how large the engine's own blocks are.
+fn hash_run(parent: BlockHash, tokens: &[u32], block_size: usize, keys: &[BlockKey]) -> Vec<BlockHash> {
+    let mut blocks = Vec::with_capacity(tokens.len() / block_size.max(1));
+    let mut keys: Vec<&BlockKey> = keys.iter().collect();
+    keys.sort_by_key(|key| key.token);
+    let mut parent = parent;
+    let mut start = 0;
+    for key in keys {
+        let block_start = (key.token - key.token % block_size).min(tokens.len());
+        BlockHasher::new(parent, block_size).push(&tokens[start..block_start], &mut blocks);
+        if block_start > start {
+            parent = blocks.last().copied().unwrap_or(parent);
+            start = block_start;
+        }
+        parent = keyed_parent(parent, &key.name, key.token % block_size);
+    }
+    BlockHasher::new(parent, block_size).push(&tokens[start..], &mut blocks);
+    blocks
+}
+
+/// What a block follows in which something begins that tokens do not tell apart, an image for example: `name` is what
+/// the engine calls it, `offset_tokens` where in the block it begins. Applied once for each, in order.
+#[must_use]
+pub fn keyed_parent(parent: BlockHash, name: &str, offset_tokens: usize) -> BlockHash {
+    Namespace::new("block key", name, &offset_tokens.to_string()).root(HashSeed(parent.0))
 }
