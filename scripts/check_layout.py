@@ -1,7 +1,8 @@
 """Enforces the rules of the code layout that neither cargo nor import-linter can see, and that stated rules are tested.
 
 Pure crates have no I/O and no clock; the arrows between crates are those of ARCHITECTURE.md; only one crate knows
-Python. Prints each violation and ends with 1 when there is one.
+Python; each numbered rule of the docs has a test, and each dependency a reason. Prints each violation and ends with 1
+when there is one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,25 @@ def rules_without_tests() -> list[str]:
     return [f"docs/concepts/how-kvist-knows.md: no test cites {rule}" for rule in stated if rule not in cited]
 
 
+def dependencies_without_reasons() -> list[str]:
+    """Returns the direct dependencies of both languages that the ADR about them does not name."""
+    page = ROOT / "docs/adr/0003-dependencies.md"
+    named = set(re.findall(r"[A-Za-z0-9_.-]+", page.read_text().lower()))
+    used = set(tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["dependencies"])
+    for path in (
+        ROOT / "pyproject.toml",
+        *ROOT.glob("python/*/pyproject.toml"),
+        *ROOT.glob("services/*/pyproject.toml"),
+    ):
+        manifest = tomllib.loads(path.read_text())
+        project = manifest.get("project", {})
+        lists = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
+        lists += manifest.get("dependency-groups", {}).values()
+        used |= {re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0] for texts in lists for text in texts}
+    unknown = sorted(name for name in used if name.lower() not in named and not name.startswith("kvist"))
+    return [f"{page.relative_to(ROOT)}: no reason for {name}" for name in unknown]
+
+
 def main() -> int:
     """Checks all crates and returns the exit code."""
     violations: list[str] = []
@@ -77,6 +97,7 @@ def main() -> int:
                         f"{path.relative_to(ROOT)}:{number}: a pure crate has no I/O and no clock: {line.strip()}"
                     )
     violations += rules_without_tests()
+    violations += dependencies_without_reasons()
     for violation in violations:
         print(violation)
     return 1 if violations else 0
