@@ -1,18 +1,38 @@
 //! The merged view.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Range,
+};
 
 use kvist_blocks::{Batch, BlockHash, Event, Incarnation, SourceKey, Tier, TierDigest, WorkerUid};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::{
     holdings::{Added, Holdings, Removed, SHARDS},
-    sets::{EMPTY, Holder, tier_bit},
+    lookup::Walk,
+    segments::Seat,
+    sets::{Holder, SetId, tier_bit},
     source::{Overlap, Slot, SlotUse, Source, SourceStatus, TierSum},
 };
 
 /// Blocks of a snapshot that are taken in under one hold of the lock, so that look-ups go on between.
-const SNAPSHOT_BLOCKS_AT_ONCE: usize = 2048;
+const SNAPSHOT_BLOCKS_AT_ONCE: usize = 128;
+
+/// Sets that are changed under one hold of the lock, when a source goes.
+const SETS_AT_ONCE: usize = 256;
+
+/// Blocks that are swept out under one hold of the lock.
+const SWEPT_AT_ONCE: usize = 64;
+
+/// How often the lock is tried before a thread goes to sleep for it.
+const TRIES: usize = 200;
+/// Pauses between two tries.
+const PAUSES: usize = 8;
+
+/// Blocks that a look-up joins at most, and so many under one hold of the lock.
+const JOINED_BLOCKS: usize = 1024;
+const JOINED_AT_ONCE: usize = 64;
 
 /// Blocks by tier; tiers without blocks are left out.
 pub type TierBlocks = Vec<(Tier, Vec<BlockHash>)>;
@@ -91,6 +111,8 @@ struct Inner {
     holdings: Holdings,
     sources: BTreeMap<SourceKey, Source>,
     slots: Vec<Slot>,
+    /// Slots whose blocks a source holds, a bit for each.
+    live: Vec<u64>,
     free_slots: Vec<u32>,
     dead_slots: Vec<u32>,
     /// Grows when all dead slots were swept under one hold of the lock, so that a sweep in steps notices.
@@ -117,6 +139,7 @@ impl Index {
             holdings: Holdings::new(settings.byte_budget),
             sources: BTreeMap::new(),
             slots: Vec::new(),
+            live: Vec::new(),
             free_slots: Vec::new(),
             dead_slots: Vec::new(),
             whole_sweeps: 0,
@@ -136,7 +159,7 @@ impl Index {
         batch: &Batch,
         now_unix_nanos: u64,
     ) -> Applied {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         if inner.is_closed(key, incarnation) {
             return Applied::OldIncarnation;
         }
@@ -187,7 +210,7 @@ impl Index {
         next_sequence: u64,
         complete: bool,
     ) -> Option<SnapshotId> {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         if !inner.is_welcome(key, incarnation, next_sequence) {
             return None;
         }
@@ -202,10 +225,10 @@ impl Index {
     /// Takes in a part of a snapshot; false when it was abandoned or finished.
     pub fn snapshot_chunk(&self, id: SnapshotId, tier: Tier, hashes: &[BlockHash]) -> bool {
         for hashes in hashes.chunks(SNAPSHOT_BLOCKS_AT_ONCE) {
-            let inner = &mut *self.inner.write();
+            let inner = &mut *self.write();
             let Some(slot) = inner.fillings.get(&id).map(|filling| filling.slot) else { return false };
             hashes.iter().for_each(|hash| {
-                inner.store(slot, tier, *hash);
+                inner.store(slot, tier, *hash, None);
             });
         }
         true
@@ -215,7 +238,7 @@ impl Index {
     ///
     /// False when it was abandoned, or when the source was closed or has moved past it in the meantime.
     pub fn finish_snapshot(&self, id: SnapshotId, now_unix_nanos: u64) -> bool {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         let Some(filling) = inner.fillings.remove(&id) else { return false };
         let Filling { key, incarnation, next_sequence, complete, slot } = filling;
         if !inner.is_welcome(&key, incarnation, next_sequence) {
@@ -234,7 +257,7 @@ impl Index {
 
     /// Drops a snapshot that will not be finished.
     pub fn abandon_snapshot(&self, id: SnapshotId) {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         if let Some(filling) = inner.fillings.remove(&id) {
             inner.bury(filling.slot);
         }
@@ -267,7 +290,7 @@ impl Index {
         complete: bool,
         now_unix_nanos: u64,
     ) -> DigestVerdict {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         if inner.is_closed(key, incarnation) {
             return DigestVerdict::OldIncarnation;
         }
@@ -322,7 +345,7 @@ impl Index {
     /// Opens an incarnation of which nothing is known yet, as CATCHING_UP, so that it is seen. Does nothing when it is
     /// open, older or closed.
     pub fn expect_source(&self, key: &SourceKey, incarnation: Incarnation) {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         let known = inner.sources.get(key).is_some_and(|source| source.incarnation >= incarnation);
         if known || inner.is_closed(key, incarnation) {
             return;
@@ -335,7 +358,7 @@ impl Index {
 
     /// Closes all incarnations of a worker up to and including one: its blocks are gone at once, late batches refused.
     pub fn close(&self, worker: &WorkerUid, up_to: Incarnation) {
-        let inner = &mut *self.inner.write();
+        let inner = &mut *self.write();
         let closed = inner.closed.entry(worker.clone()).or_insert(up_to);
         *closed = (*closed).max(up_to);
         inner.drop_sources(|key, incarnation| key.worker == *worker && incarnation <= up_to);
@@ -343,70 +366,46 @@ impl Index {
 
     /// Forgets a worker that was withdrawn, whatever its incarnation.
     pub fn remove_worker(&self, worker: &WorkerUid) {
-        self.inner.write().drop_sources(|key, _| key.worker == *worker);
+        self.write().drop_sources(|key, _| key.worker == *worker);
     }
 
     /// For every source, how much of the beginning of a prompt it holds; by worker and rank.
     ///
-    /// One probe for each block, up to the first that no source has in an unbroken run. Holders are compared only where
-    /// the set of them differs from the block before.
+    /// Two probes for up to 128 blocks, up to the first that no source has in an unbroken run. Holders are compared only
+    /// where the set of them differs from the block before. Blocks of which nobody has told yet how they follow each
+    /// other take one probe each; the look-up has seen how, and tells.
     #[must_use]
     pub fn lookup(&self, prompt: &[BlockHash]) -> Vec<Overlap> {
-        let inner = self.inner.read();
-        let mut overlaps = Vec::with_capacity(inner.sources.len());
-        let mut position_of = vec![None; inner.slots.len()];
-        for (key, source) in &inner.sources {
-            position_of[source.slot as usize] = Some(overlaps.len());
-            overlaps.push(Overlap {
-                source: key.clone(),
-                incarnation: source.incarnation,
-                state: source.state(&inner.slots[source.slot as usize]),
-                applied_sequence: source.next_sequence.checked_sub(1),
-                tier_blocks: [0; 4],
-                matched_blocks: 0,
-            });
+        let (overlaps, scattered) = {
+            let inner = self.read();
+            let walk = inner.walk(prompt);
+            let scattered = walk.alone > 4 + walk.depth / 64;
+            (inner.overlaps(&walk), scattered.then_some(walk.depth))
+        };
+        if let Some(depth) = scattered {
+            self.join(&prompt[..depth]);
         }
-        let mut runs: Vec<Run> = Vec::new();
-        let (mut depth, mut set) = (0u32, EMPTY);
-        for hash in prompt {
-            let next = inner.holdings.set_of(*hash);
-            if next != set {
-                let holders = inner.holdings.holders_in(next);
-                if depth == 0 {
-                    runs.extend(holders.iter().filter_map(|holder| Run::begin(*holder, &position_of)));
-                } else {
-                    let mut rest = holders;
-                    runs.retain_mut(|run| run.go_on(&mut rest, depth, &mut overlaps));
-                }
-                set = next;
-            }
-            if next == EMPTY || runs.is_empty() {
-                break;
-            }
-            depth += 1;
-        }
-        runs.iter().for_each(|run| run.end(run.tiers, true, depth, &mut overlaps));
         overlaps
     }
 
     /// All sources, by worker and rank.
     #[must_use]
     pub fn sources(&self) -> Vec<SourceStatus> {
-        let inner = self.inner.read();
+        let inner = self.read();
         inner.sources.iter().map(|(key, source)| inner.status(key, source)).collect()
     }
 
     /// One source.
     #[must_use]
     pub fn source(&self, key: &SourceKey) -> Option<SourceStatus> {
-        let inner = self.inner.read();
+        let inner = self.read();
         inner.sources.get(key).map(|source| inner.status(key, source))
     }
 
     /// All blocks of a source, by tier, and the position at which that is true; walks the whole map.
     #[must_use]
     pub fn snapshot_of(&self, key: &SourceKey) -> Option<(SourceStatus, TierBlocks)> {
-        let inner = self.inner.read();
+        let inner = self.read();
         let source = inner.sources.get(key)?;
         let mut tiers: [Vec<BlockHash>; 4] = Default::default();
         for (hash, held) in (0..SHARDS).flat_map(|shard| inner.held_in_shard(shard, source.slot)) {
@@ -423,13 +422,13 @@ impl Index {
     #[must_use]
     pub fn scrub(&self, key: &SourceKey) -> Option<bool> {
         let begun = {
-            let inner = self.inner.read();
+            let inner = self.read();
             let slot = inner.sources.get(key)?.slot;
             (slot, inner.slots[slot as usize].changes)
         };
         let mut kept: [TierSum; 4] = Default::default();
         for shard in 0..SHARDS {
-            let inner = self.inner.read();
+            let inner = self.read();
             let slot = inner.sources.get(key)?.slot;
             if (slot, inner.slots[slot as usize].changes) != begun {
                 return None;
@@ -440,7 +439,7 @@ impl Index {
                 }
             }
         }
-        let inner = self.inner.read();
+        let inner = self.read();
         let slot = inner.sources.get(key)?.slot;
         let account = &inner.slots[slot as usize];
         if (slot, account.changes) != begun {
@@ -453,7 +452,7 @@ impl Index {
     /// Bytes in use and the budget.
     #[must_use]
     pub fn memory(&self) -> Memory {
-        let inner = self.inner.read();
+        let inner = self.read();
         Memory {
             blocks: inner.holdings.blocks(),
             holders: inner.holdings.holders(),
@@ -464,31 +463,87 @@ impl Index {
 
     /// Sweeps out the blocks of closed sources and replaced snapshots, in short steps between which others use the
     /// index. They are invisible before that; this frees the memory.
+    ///
+    /// Holders are taken out of the sets that name them, so that blocks which others hold as well are not touched.
     pub fn collect_garbage(&self) {
         let _only = self.sweep.lock();
-        let (dead, begun) = {
-            let inner = self.inner.read();
-            (inner.dead_slots.clone(), inner.whole_sweeps)
+        let (dead, sets, begun) = {
+            let inner = self.read();
+            (inner.dead_slots.clone(), inner.holdings.sets(), inner.whole_sweeps)
         };
-        if dead.is_empty() {
-            return;
-        }
-        for shard in 0..SHARDS {
-            let inner = &mut *self.inner.write();
+        // A set that is made later has no dead slot in it.
+        for first in (0..if dead.is_empty() { 0 } else { sets }).step_by(SETS_AT_ONCE) {
+            let inner = &mut *self.write();
             if inner.whole_sweeps != begun {
                 // All of it is done, and a slot of the list may live again.
                 return;
             }
-            inner.sweep_shard(shard);
+            inner.drop_dead_holders(first..first + SETS_AT_ONCE);
         }
-        let inner = &mut *self.inner.write();
-        if inner.whole_sweeps == begun {
-            inner.free(&dead);
+        if !dead.is_empty() {
+            let inner = &mut *self.write();
+            if inner.whole_sweeps == begun {
+                inner.free(&dead);
+            }
+        }
+        for shard in 0..SHARDS {
+            let orphans = {
+                let inner = self.read();
+                if inner.holdings.orphans() == 0 {
+                    return;
+                }
+                inner.holdings.orphans_in(shard)
+            };
+            for hashes in orphans.chunks(SWEPT_AT_ONCE) {
+                let inner = &mut *self.write();
+                hashes.iter().for_each(|hash| inner.holdings.sweep(*hash));
+            }
         }
     }
 
+    /// Tells how the blocks of a prompt follow each other, without waiting for anybody.
+    fn join(&self, prompt: &[BlockHash]) {
+        let (mut position, mut joined) = (0, 0);
+        while position < prompt.len() && joined < JOINED_BLOCKS {
+            let Some(mut inner) = self.inner.try_write() else { return };
+            let mut now = 0;
+            while position < prompt.len() && now < JOINED_AT_ONCE {
+                if position > 0 {
+                    inner.holdings.join(prompt[position - 1], prompt[position]);
+                }
+                let Some(stretch) = inner.holdings.stretch(&prompt[position..]) else { return };
+                now += 1;
+                position += stretch.blocks;
+            }
+            joined += now;
+        }
+    }
+
+    // The lock is held for microseconds, and going to sleep for it takes longer than that. A writer that sleeps also
+    // keeps all readers out until it is awake. So both try for a while first, a writer without asking readers to stay out.
+
+    fn read(&self) -> RwLockReadGuard<'_, Inner> {
+        for _ in 0..TRIES {
+            if let Some(guard) = self.inner.try_read() {
+                return guard;
+            }
+            (0..PAUSES).for_each(|_| std::hint::spin_loop());
+        }
+        self.inner.read()
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Inner> {
+        for _ in 0..TRIES {
+            if let Some(guard) = self.inner.try_write() {
+                return guard;
+            }
+            (0..PAUSES).for_each(|_| std::hint::spin_loop());
+        }
+        self.inner.write()
+    }
+
     fn with_source(&self, key: &SourceKey, change: impl FnOnce(&mut Source)) {
-        if let Some(source) = self.inner.write().sources.get_mut(key) {
+        if let Some(source) = self.write().sources.get_mut(key) {
             change(source);
         }
     }
@@ -506,6 +561,35 @@ impl Inner {
         !self.is_closed(key, incarnation) && !self.sources.get(key).is_some_and(is_behind)
     }
 
+    /// Goes along a prompt as far as a live source holds it.
+    fn walk(&self, prompt: &[BlockHash]) -> Walk {
+        let mut walk = Walk::new(self.slots.len());
+        while walk.depth < prompt.len() {
+            let Some(stretch) = self.holdings.stretch(&prompt[walk.depth..]) else { break };
+            let start = walk.depth;
+            stretch.for_each_set(|ahead, set| walk.meet(start + ahead, set, self.holdings.lanes(set), &self.live));
+            if walk.is_over() {
+                break;
+            }
+            walk.depth += stretch.blocks;
+            walk.alone += usize::from(stretch.is_alone());
+        }
+        walk.finish();
+        walk
+    }
+
+    fn overlaps(&self, walk: &Walk) -> Vec<Overlap> {
+        let overlap = |(key, source): (&SourceKey, &Source)| Overlap {
+            source: key.clone(),
+            incarnation: source.incarnation,
+            state: source.state(&self.slots[source.slot as usize]),
+            applied_sequence: source.next_sequence.checked_sub(1),
+            tier_blocks: walk.tier_blocks(source.slot),
+            matched_blocks: walk.matched_blocks(source.slot),
+        };
+        self.sources.iter().map(overlap).collect()
+    }
+
     fn status(&self, key: &SourceKey, source: &Source) -> SourceStatus {
         source.status(key, &self.slots[source.slot as usize])
     }
@@ -519,14 +603,23 @@ impl Inner {
             }
             None => {
                 self.slots.push(Slot::new(used_for));
+                self.live.resize(self.slots.len().div_ceil(64), 0);
                 (self.slots.len() - 1) as u32
             }
         }
     }
 
+    /// What a slot holds is what its source holds from here on.
+    fn show(&mut self, slot: u32, key: &SourceKey) {
+        self.slots[slot as usize].used_for = SlotUse::Live(key.clone());
+        self.live[slot as usize / 64] |= 1 << (slot % 64);
+    }
+
     /// What a slot holds belongs to nobody from here on.
     fn bury(&mut self, slot: u32) {
         self.slots[slot as usize].used_for = SlotUse::Dead;
+        self.live[slot as usize / 64] &= !(1 << (slot % 64));
+        self.holdings.mark_dead(slot);
         self.dead_slots.push(slot);
     }
 
@@ -545,13 +638,14 @@ impl Inner {
             source.unknown_removals = old.unknown_removals;
             source.heard_at_unix_nanos = old.heard_at_unix_nanos;
         }
-        self.slots[slot as usize].used_for = SlotUse::Live(key.clone());
+        self.show(slot, key);
         self.sources.insert(key.clone(), source);
     }
 
     /// Gives a source a new, empty slot.
     fn replace_slot(&mut self, key: &SourceKey) -> u32 {
-        let slot = self.take_slot(SlotUse::Live(key.clone()));
+        let slot = self.take_slot(SlotUse::Filling);
+        self.show(slot, key);
         if let Some(source) = self.sources.get_mut(key) {
             let old = std::mem::replace(&mut source.slot, slot);
             let used = self.slots[old as usize].applied.map(|sum| sum.used);
@@ -585,38 +679,38 @@ impl Inner {
         // A block behind one that was given up can not be reached; its place is better used for another.
         let is_truncated = self.slots[slot as usize].given_up_blocks() > 0;
         let mut is_reached = !is_truncated || parent.is_none_or(|parent| self.holdings.holds(parent, slot));
+        let mut before = parent.and_then(|parent| Some((parent, self.holdings.seat_of(parent)?)));
         for hash in hashes {
-            if is_reached {
-                is_reached = self.store(slot, tier, *hash);
-            } else if !self.holdings.holds(*hash, slot) {
-                self.give_up(slot, tier, *hash);
+            let seat = if is_reached || self.holdings.holds(*hash, slot) {
+                self.store(slot, tier, *hash, before)
             } else {
-                is_reached = self.store(slot, tier, *hash);
-            }
+                self.give_up(slot, tier, *hash);
+                None
+            };
+            is_reached = seat.is_some();
+            before = seat.map(|seat| (*hash, seat));
         }
     }
 
-    /// Takes a block in, or gives it up; false for the latter.
-    fn store(&mut self, slot: u32, tier: Tier, hash: BlockHash) -> bool {
-        let mut added = self.holdings.add(hash, slot, tier);
+    /// Takes a block in and says where it is, or gives it up.
+    fn store(&mut self, slot: u32, tier: Tier, hash: BlockHash, before: Option<(BlockHash, Seat)>) -> Option<Seat> {
+        let (mut added, mut seat) = self.holdings.add(hash, slot, tier, before);
         if added == Added::NoRoom && !self.dead_slots.is_empty() {
             // Nobody gives up a block while the dead take room.
             self.sweep_all();
-            added = self.holdings.add(hash, slot, tier);
+            let before = before.and_then(|(before, _)| Some((before, self.holdings.seat_of(before)?)));
+            (added, seat) = self.holdings.add(hash, slot, tier, before);
         }
         match added {
             Added::Present => {}
-            Added::NoRoom => {
-                self.give_up(slot, tier, hash);
-                return false;
-            }
+            Added::NoRoom => self.give_up(slot, tier, hash),
             Added::New => {
                 let account = &mut self.slots[slot as usize];
                 account.applied[tier.position()].add(hash);
                 account.changes += 1;
             }
         }
-        true
+        seat
     }
 
     fn give_up(&mut self, slot: u32, tier: Tier, hash: BlockHash) {
@@ -648,14 +742,11 @@ impl Inner {
     }
 
     fn clear_tier(&mut self, slot: u32, tier: Tier) {
-        let hashes: Vec<BlockHash> = (0..SHARDS)
-            .flat_map(|shard| self.held_in_shard(shard, slot))
-            .filter(|(_, held)| held & tier_bit(tier) != 0)
-            .map(|(hash, _)| hash)
-            .collect();
-        for hash in hashes {
-            self.remove(slot, tier, hash);
-        }
+        let (of_word, bit) = (slot / 64, 1u64 << (slot % 64));
+        let sets = self.holdings.sets();
+        self.holdings.filter_sets(0..sets, |word, position, mask| {
+            if word == of_word && position == tier.position() { mask & !bit } else { mask }
+        });
         let account = &mut self.slots[slot as usize];
         account.applied[tier.position()].clear();
         account.given_up[tier.position()].clear();
@@ -664,21 +755,32 @@ impl Inner {
 
     /// Blocks of a shard that carry a slot, with a bit for each tier.
     fn held_in_shard(&self, shard: usize, slot: u32) -> impl Iterator<Item = (BlockHash, u8)> {
-        self.holdings.in_shard(shard).filter_map(move |(hash, holders)| {
-            let position = holders.binary_search_by_key(&slot, |holder| holder.slot()).ok()?;
-            Some((hash, holders[position].tiers()))
+        let mut last: Option<(SetId, u8)> = None;
+        self.holdings.in_shard(shard).filter_map(move |(hash, set)| {
+            let tiers = match last {
+                Some((same, tiers)) if same == set => tiers,
+                _ => self.holdings.tiers_of(set, slot),
+            };
+            last = Some((set, tiers));
+            (tiers != 0).then_some((hash, tiers))
         })
     }
 
-    fn sweep_shard(&mut self, shard: usize) {
-        let is_dead: Vec<bool> = self.slots.iter().map(|slot| slot.used_for == SlotUse::Dead).collect();
-        let slots = &mut self.slots;
-        let goes = |slot: u32| is_dead[slot as usize];
-        self.holdings.sweep(shard, goes, |hash, holder| note_given_up(slots, hash, holder));
+    fn drop_dead_holders(&mut self, sets: Range<usize>) {
+        let dead: Vec<u64> =
+            (0..self.slots.len() as u32).step_by(64).map(|slot| self.holdings.dead_mask(slot / 64)).collect();
+        self.holdings.filter_sets(sets, |word, _, mask| mask & !dead.get(word as usize).copied().unwrap_or(0));
     }
 
     fn sweep_all(&mut self) {
-        (0..SHARDS).for_each(|shard| self.sweep_shard(shard));
+        let sets = self.holdings.sets();
+        self.drop_dead_holders(0..sets);
+        for shard in 0..SHARDS {
+            if self.holdings.orphans() == 0 {
+                break;
+            }
+            self.holdings.orphans_in(shard).into_iter().for_each(|hash| self.holdings.sweep(hash));
+        }
         self.whole_sweeps += 1;
         let dead = std::mem::take(&mut self.dead_slots);
         self.free(&dead);
@@ -689,6 +791,7 @@ impl Inner {
         self.dead_slots.retain(|slot| !slots.contains(slot));
         for slot in slots {
             self.slots[*slot as usize].used_for = SlotUse::Free;
+            self.holdings.forget_dead(*slot);
             self.free_slots.push(*slot);
         }
     }
@@ -696,47 +799,9 @@ impl Inner {
 
 /// Enters a kept block as given up.
 fn note_given_up(slots: &mut [Slot], hash: BlockHash, holder: Holder) {
-    let account = &mut slots[holder.slot() as usize];
-    for tier in Tier::ALL.into_iter().filter(|tier| holder.tiers() & tier_bit(*tier) != 0) {
+    let account = &mut slots[holder.slot as usize];
+    for tier in Tier::ALL.into_iter().filter(|tier| holder.tiers & tier_bit(*tier) != 0) {
         account.given_up[tier.position()].add(hash);
     }
     account.changes += 1;
-}
-
-/// A source that holds every block so far.
-struct Run {
-    slot: u32,
-    /// Position of its overlap.
-    position: usize,
-    /// Tiers that hold every block so far.
-    tiers: u8,
-}
-
-impl Run {
-    fn begin(holder: Holder, position_of: &[Option<usize>]) -> Option<Self> {
-        let position = position_of.get(holder.slot() as usize).copied().flatten()?;
-        Some(Self { slot: holder.slot(), position, tiers: holder.tiers() })
-    }
-
-    /// Whether the run goes on with a block that `rest`, whose beginning belongs to lower slots, holds.
-    fn go_on(&mut self, rest: &mut &[Holder], depth: u32, overlaps: &mut [Overlap]) -> bool {
-        let skip = rest.iter().take_while(|holder| holder.slot() < self.slot).count();
-        *rest = &rest[skip..];
-        let tiers = rest.first().filter(|holder| holder.slot() == self.slot).map_or(0, |holder| holder.tiers());
-        let lost = self.tiers & !tiers;
-        self.end(lost, tiers == 0, depth, overlaps);
-        self.tiers &= tiers;
-        tiers != 0
-    }
-
-    /// Writes down how far some tiers, and with `is_over` the run itself, have come.
-    fn end(&self, tiers: u8, is_over: bool, depth: u32, overlaps: &mut [Overlap]) {
-        let Some(overlap) = overlaps.get_mut(self.position) else { return };
-        for tier in Tier::ALL.into_iter().filter(|tier| tiers & tier_bit(*tier) != 0) {
-            overlap.tier_blocks[tier.position()] = depth;
-        }
-        if is_over {
-            overlap.matched_blocks = depth;
-        }
-    }
 }
