@@ -5,6 +5,7 @@ use kvist_blocks::{BlockHash, Tier};
 use crate::{
     segments::{Seat, Segment, Segments},
     sets::{EMPTY, Holder, Keep, Lanes, SetId, Sets, tier_bit},
+    source::TierSum,
     table::{SHARD_BITS, Table, spread},
 };
 
@@ -321,6 +322,28 @@ impl Holdings {
     /// All blocks of a shard with the sets of their holders.
     pub(crate) fn in_shard(&self, shard: usize) -> impl Iterator<Item = (BlockHash, SetId)> {
         self.shards[shard].iter().map(|(hash, value)| (hash, self.segments.set_of(Seat::decode(value))))
+    }
+
+    /// Whether a block belongs to a shard before some other.
+    pub(crate) fn is_before(&self, hash: BlockHash, shard: usize) -> bool {
+        shard_of(hash) < shard
+    }
+
+    /// Count and digest of a shard's blocks by holder: for each set of holders a slot, the position of a tier, and the sum
+    /// over the blocks that have the set.
+    pub(crate) fn sum_shard(&self, shard: usize, mut each: impl FnMut(u32, usize, &TierSum)) {
+        let mut blocks: Vec<(SetId, BlockHash)> = self.in_shard(shard).map(|(hash, set)| (set, hash)).collect();
+        blocks.sort_unstable();
+        for of_set in blocks.chunk_by(|(left, _), (right, _)| left == right) {
+            let mut sum = TierSum::default();
+            of_set.iter().for_each(|(_, hash)| sum.add(*hash));
+            for (key, mut mask) in self.sets.lanes(of_set[0].0).iter() {
+                while mask != 0 {
+                    each(key.word() * 64 + mask.trailing_zeros(), key.tier(), &sum);
+                    mask &= mask - 1;
+                }
+            }
+        }
     }
 
     /// What a slot has of a set: a bit for each tier.

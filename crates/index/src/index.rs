@@ -1,9 +1,6 @@
 //! The merged view.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    ops::Range,
-};
+use std::{collections::HashMap, ops::Range, time::Duration};
 
 use kvist_blocks::{Batch, BlockHash, Event, Incarnation, SourceKey, Tier, TierDigest, WorkerUid};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -14,10 +11,14 @@ use crate::{
     segments::Seat,
     sets::{Holder, SetId, tier_bit},
     source::{Overlap, Slot, SlotUse, Source, SourceStatus, TierSum},
+    sources::{Overlaps, Sources},
 };
 
 /// Blocks of a snapshot that are taken in under one hold of the lock, so that look-ups go on between.
 const SNAPSHOT_BLOCKS_AT_ONCE: usize = 128;
+
+/// How long a scrub takes for all blocks.
+pub const SCRUB_PERIOD: Duration = Duration::from_secs(120);
 
 /// Sets that are changed under one hold of the lock, when a source goes.
 const SETS_AT_ONCE: usize = 256;
@@ -93,6 +94,17 @@ pub struct Memory {
     pub byte_budget: u64,
 }
 
+/// A source whose blocks are not those that its account states.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Divergence {
+    /// Which source.
+    pub source: SourceKey,
+    /// Of which incarnation.
+    pub incarnation: Incarnation,
+    /// By how many blocks, at least.
+    pub blocks: u64,
+}
+
 /// Names a snapshot that is being taken in; never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SnapshotId(u64);
@@ -109,12 +121,16 @@ struct Filling {
 #[derive(Debug)]
 struct Inner {
     holdings: Holdings,
-    sources: BTreeMap<SourceKey, Source>,
+    sources: Sources,
     slots: Vec<Slot>,
     /// Slots whose blocks a source holds, a bit for each.
     live: Vec<u64>,
+    /// Slots some of whose blocks were given up, a bit for each.
+    truncated: Vec<u64>,
     free_slots: Vec<u32>,
     dead_slots: Vec<u32>,
+    /// Blocks of the tables before this one are part of the sums of the scrub that runs.
+    scrub_shard: usize,
     /// Grows when all dead slots were swept under one hold of the lock, so that a sweep in steps notices.
     whole_sweeps: u64,
     fillings: HashMap<SnapshotId, Filling>,
@@ -137,11 +153,13 @@ impl Index {
     pub fn new(settings: IndexSettings) -> Self {
         let inner = Inner {
             holdings: Holdings::new(settings.byte_budget),
-            sources: BTreeMap::new(),
+            sources: Sources::default(),
             slots: Vec::new(),
             live: Vec::new(),
+            truncated: Vec::new(),
             free_slots: Vec::new(),
             dead_slots: Vec::new(),
+            scrub_shard: 0,
             whole_sweeps: 0,
             fillings: HashMap::new(),
             next_snapshot: 0,
@@ -307,15 +325,19 @@ impl Index {
         }
         source.complete = complete;
         let applied = &inner.slots[source.slot as usize].applied;
-        let equal = Tier::ALL.into_iter().all(|tier| {
-            let own = applied[tier.position()];
+        let differs = |tier: Tier| {
             let stated = tiers.iter().find(|stated| stated.tier == tier);
-            let stated = stated.map_or_else(Default::default, |stated| (stated.block_count, stated.digest));
-            stated == (own.count, own.digest)
-        });
+            let stated = stated.map_or_else(TierSum::default, |stated| TierSum {
+                count: stated.block_count,
+                digest: stated.digest,
+                used: true,
+            });
+            stated.differs_by(&applied[tier.position()])
+        };
+        source.divergent_blocks = Tier::ALL.into_iter().map(differs).sum();
         source.stale = false;
-        source.catching_up = !equal;
-        if equal {
+        source.catching_up = source.divergent_blocks > 0;
+        if source.divergent_blocks == 0 {
             DigestVerdict::Equal
         } else {
             source.mismatches += 1;
@@ -375,7 +397,7 @@ impl Index {
     /// where the set of them differs from the block before. Blocks of which nobody has told yet how they follow each
     /// other take one probe each; the look-up has seen how, and tells.
     #[must_use]
-    pub fn lookup(&self, prompt: &[BlockHash]) -> Vec<Overlap> {
+    pub fn lookup(&self, prompt: &[BlockHash]) -> Overlaps {
         let (overlaps, scattered) = {
             let inner = self.read();
             let walk = inner.walk(prompt);
@@ -417,36 +439,16 @@ impl Index {
         Some((inner.status(key, source), blocks))
     }
 
-    /// Recomputes a source's digest from the blocks themselves, shard by shard with the lock released between, and says
-    /// whether it is what the account states. None when the source is unknown or changed in the meantime.
-    #[must_use]
-    pub fn scrub(&self, key: &SourceKey) -> Option<bool> {
-        let begun = {
-            let inner = self.read();
-            let slot = inner.sources.get(key)?.slot;
-            (slot, inner.slots[slot as usize].changes)
-        };
-        let mut kept: [TierSum; 4] = Default::default();
-        for shard in 0..SHARDS {
-            let inner = self.read();
-            let slot = inner.sources.get(key)?.slot;
-            if (slot, inner.slots[slot as usize].changes) != begun {
-                return None;
-            }
-            for (hash, held) in inner.held_in_shard(shard, slot) {
-                for tier in Tier::ALL.into_iter().filter(|tier| held & tier_bit(*tier) != 0) {
-                    kept[tier.position()].add(hash);
-                }
-            }
-        }
-        let inner = self.read();
-        let slot = inner.sources.get(key)?.slot;
-        let account = &inner.slots[slot as usize];
-        if (slot, account.changes) != begun {
-            return None;
-        }
-        let mut sums = account.applied.iter().zip(&account.given_up).zip(&kept);
-        Some(sums.all(|((applied, given_up), kept)| kept.plus(given_up) == (applied.count, applied.digest)))
+    /// Recomputes digests from the blocks themselves, as large a part of all blocks as the time since the last call is of
+    /// [`SCRUB_PERIOD`], at least one of 1,024 parts and each under a hold of the lock of its own. Changes in between are
+    /// followed, so a source is checked however busy it is.
+    ///
+    /// At the end of a round, says which sources have other contents than their account states. Their account states
+    /// the contents from there on, so that the ledger's next digest does not match and brings a snapshot.
+    pub fn scrub(&self, elapsed: Duration) -> Vec<Divergence> {
+        let parts = elapsed.as_millis() * SHARDS as u128 / SCRUB_PERIOD.as_millis();
+        let parts = parts.clamp(1, SHARDS as u128) as usize;
+        (0..parts).flat_map(|_| self.write().scrub_shard()).collect()
     }
 
     /// Bytes in use and the budget.
@@ -542,6 +544,14 @@ impl Index {
         self.inner.write()
     }
 
+    /// Takes a block out of the contents alone, as a mistake of this crate would.
+    #[cfg(test)]
+    pub(crate) fn lose_silently(&self, key: &SourceKey, hash: BlockHash) {
+        let inner = &mut *self.write();
+        let Some(slot) = inner.sources.get(key).map(|source| source.slot) else { return };
+        inner.holdings.remove(hash, slot, Tier::Device);
+    }
+
     fn with_source(&self, key: &SourceKey, change: impl FnOnce(&mut Source)) {
         if let Some(source) = self.write().sources.get_mut(key) {
             change(source);
@@ -578,16 +588,18 @@ impl Inner {
         walk
     }
 
-    fn overlaps(&self, walk: &Walk) -> Vec<Overlap> {
-        let overlap = |(key, source): (&SourceKey, &Source)| Overlap {
-            source: key.clone(),
+    fn overlaps(&self, walk: &Walk) -> Overlaps {
+        self.sources.overlaps(|source| Overlap {
             incarnation: source.incarnation,
-            state: source.state(&self.slots[source.slot as usize]),
+            state: source.state(self.is_truncated(source.slot)),
             applied_sequence: source.next_sequence.checked_sub(1),
             tier_blocks: walk.tier_blocks(source.slot),
             matched_blocks: walk.matched_blocks(source.slot),
-        };
-        self.sources.iter().map(overlap).collect()
+        })
+    }
+
+    fn is_truncated(&self, slot: u32) -> bool {
+        self.truncated.get(slot as usize / 64).is_some_and(|word| word >> (slot % 64) & 1 != 0)
     }
 
     fn status(&self, key: &SourceKey, source: &Source) -> SourceStatus {
@@ -599,11 +611,13 @@ impl Inner {
             Some(slot) => {
                 let changes = self.slots[slot as usize].changes;
                 self.slots[slot as usize] = Slot { changes: changes + 1, ..Slot::new(used_for) };
+                self.note_truncation(slot);
                 slot
             }
             None => {
                 self.slots.push(Slot::new(used_for));
                 self.live.resize(self.slots.len().div_ceil(64), 0);
+                self.truncated.resize(self.live.len(), 0);
                 (self.slots.len() - 1) as u32
             }
         }
@@ -632,14 +646,15 @@ impl Inner {
     /// Starts the account of a source with what a slot holds; counters live on.
     fn open_with(&mut self, key: &SourceKey, incarnation: Incarnation, slot: u32) {
         let mut source = Source::new(slot, incarnation);
-        if let Some(old) = self.sources.remove(key) {
-            self.bury(old.slot);
+        if let Some(old) = self.sources.get(key) {
             (source.gaps, source.snapshots, source.mismatches) = (old.gaps, old.snapshots, old.mismatches);
             source.unknown_removals = old.unknown_removals;
             source.heard_at_unix_nanos = old.heard_at_unix_nanos;
+            let old = old.slot;
+            self.bury(old);
         }
         self.show(slot, key);
-        self.sources.insert(key.clone(), source);
+        self.sources.insert(key, source);
     }
 
     /// Gives a source a new, empty slot.
@@ -708,6 +723,9 @@ impl Inner {
                 let account = &mut self.slots[slot as usize];
                 account.applied[tier.position()].add(hash);
                 account.changes += 1;
+                if self.holdings.is_before(hash, self.scrub_shard) {
+                    account.scrubbed[tier.position()].add(hash);
+                }
             }
         }
         seat
@@ -718,27 +736,58 @@ impl Inner {
         account.applied[tier.position()].add(hash);
         account.given_up[tier.position()].add(hash);
         account.changes += 1;
+        self.note_truncation(slot);
     }
 
     /// Takes a block out; false when it was neither held nor, as far as can be known, given up.
     fn remove(&mut self, slot: u32, tier: Tier, hash: BlockHash) -> bool {
+        let is_scrubbed = self.is_scrubbed(hash);
+        let account = &mut self.slots[slot as usize];
         match self.holdings.remove(hash, slot, tier) {
-            Removed::Gone => {}
-            Removed::GivenUp(others) => {
-                others.into_iter().for_each(|holder| note_given_up(&mut self.slots, hash, holder))
-            }
             Removed::Absent => {
-                let given_up = &mut self.slots[slot as usize].given_up[tier.position()];
+                let given_up = &mut account.given_up[tier.position()];
                 if given_up.count == 0 {
                     return false;
                 }
                 given_up.remove(hash);
+                account.applied[tier.position()].remove(hash);
+                account.changes += 1;
+                self.note_truncation(slot);
+                return true;
             }
+            Removed::Gone => {}
+            Removed::GivenUp(others) => others.into_iter().for_each(|holder| self.give_up_kept(hash, holder)),
         }
         let account = &mut self.slots[slot as usize];
         account.applied[tier.position()].remove(hash);
         account.changes += 1;
+        if is_scrubbed {
+            account.scrubbed[tier.position()].remove(hash);
+        }
         true
+    }
+
+    /// Enters a kept block as given up.
+    fn give_up_kept(&mut self, hash: BlockHash, holder: Holder) {
+        let is_scrubbed = self.is_scrubbed(hash);
+        let account = &mut self.slots[holder.slot as usize];
+        for tier in Tier::ALL.into_iter().filter(|tier| holder.tiers & tier_bit(*tier) != 0) {
+            account.given_up[tier.position()].add(hash);
+            if is_scrubbed {
+                account.scrubbed[tier.position()].remove(hash);
+            }
+        }
+        account.changes += 1;
+        self.note_truncation(holder.slot);
+    }
+
+    fn note_truncation(&mut self, slot: u32) {
+        let (word, bit) = (slot as usize / 64, 1 << (slot % 64));
+        if self.slots[slot as usize].given_up_blocks() > 0 {
+            self.truncated[word] |= bit;
+        } else {
+            self.truncated[word] &= !bit;
+        }
     }
 
     fn clear_tier(&mut self, slot: u32, tier: Tier) {
@@ -750,7 +799,9 @@ impl Inner {
         let account = &mut self.slots[slot as usize];
         account.applied[tier.position()].clear();
         account.given_up[tier.position()].clear();
+        account.scrubbed[tier.position()].clear();
         account.changes += 1;
+        self.note_truncation(slot);
     }
 
     /// Blocks of a shard that carry a slot, with a bit for each tier.
@@ -786,6 +837,41 @@ impl Inner {
         self.free(&dead);
     }
 
+    fn is_scrubbed(&self, hash: BlockHash) -> bool {
+        self.holdings.is_before(hash, self.scrub_shard)
+    }
+
+    fn scrub_shard(&mut self) -> Vec<Divergence> {
+        let slots = &mut self.slots;
+        self.holdings.sum_shard(self.scrub_shard, |slot, tier, sum| {
+            let scrubbed = &mut slots[slot as usize].scrubbed[tier];
+            *scrubbed = scrubbed.plus(sum);
+        });
+        self.scrub_shard += 1;
+        if self.scrub_shard < SHARDS {
+            return Vec::new();
+        }
+        self.scrub_shard = 0;
+        let mut diverged = Vec::new();
+        for (key, source) in self.sources.iter_mut() {
+            let account = &mut self.slots[source.slot as usize];
+            let mut blocks = 0;
+            for tier in 0..Tier::ALL.len() {
+                let found = account.scrubbed[tier].plus(&account.given_up[tier]);
+                blocks += found.differs_by(&account.applied[tier]);
+                let used = account.applied[tier].used;
+                account.applied[tier] = TierSum { used, ..found };
+            }
+            if blocks > 0 {
+                account.changes += 1;
+                (source.catching_up, source.divergent_blocks) = (true, blocks);
+                diverged.push(Divergence { source: key.clone(), incarnation: source.incarnation, blocks });
+            }
+        }
+        self.slots.iter_mut().for_each(|slot| slot.scrubbed = Default::default());
+        diverged
+    }
+
     /// Makes swept slots usable again.
     fn free(&mut self, slots: &[u32]) {
         self.dead_slots.retain(|slot| !slots.contains(slot));
@@ -795,13 +881,4 @@ impl Inner {
             self.free_slots.push(*slot);
         }
     }
-}
-
-/// Enters a kept block as given up.
-fn note_given_up(slots: &mut [Slot], hash: BlockHash, holder: Holder) {
-    let account = &mut slots[holder.slot as usize];
-    for tier in Tier::ALL.into_iter().filter(|tier| holder.tiers & tier_bit(*tier) != 0) {
-        account.given_up[tier.position()].add(hash);
-    }
-    account.changes += 1;
 }

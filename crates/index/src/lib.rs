@@ -19,10 +19,14 @@ mod lookup;
 mod segments;
 mod sets;
 mod source;
+mod sources;
 mod table;
 
-pub use index::{Applied, DigestVerdict, Index, IndexSettings, Memory, SnapshotId, TierBlocks};
+pub use index::{
+    Applied, DigestVerdict, Divergence, Index, IndexSettings, Memory, SCRUB_PERIOD, SnapshotId, TierBlocks,
+};
 pub use source::{Overlap, SourceState, SourceStatus};
+pub use sources::Overlaps;
 
 #[cfg(test)]
 mod tests;

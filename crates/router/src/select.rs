@@ -1,14 +1,13 @@
 //! The choice of a target for a tokenized prompt, and the reservation that goes with it.
 
 use std::{
-    collections::HashMap,
     sync::{Arc, OnceLock},
     time::{Duration, Instant, SystemTime},
 };
 
 use kvist_blocks::{Namespace, Rank, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
-use kvist_index::{Index, Overlap};
+use kvist_index::{Index, Overlaps};
 use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
 use kvist_schedule::{Candidate, ReservationId, Reservations, TargetId, TargetPromise, decide};
 use kvist_text::ModelText;
@@ -133,11 +132,6 @@ pub(crate) struct Selector {
     book: Arc<Mutex<Reservations>>,
 }
 
-/// Overlaps of one block size and namespace.
-struct Matches {
-    overlaps: HashMap<TargetId, Overlap>,
-}
-
 impl Selector {
     pub(crate) fn new(index: Arc<Index>) -> Self {
         Self { index, book: Arc::default() }
@@ -166,7 +160,7 @@ impl Selector {
     ) -> (Arc<SeenDecision>, Result<Placement, KvistError>) {
         let started = Instant::now();
         let prompt_tokens = demand.tokens.len();
-        let mut lookups: Vec<(&str, usize, Matches)> = Vec::with_capacity(1);
+        let mut lookups: Vec<(&str, usize, Option<Overlaps>)> = Vec::with_capacity(1);
         let mut candidates = Vec::with_capacity(model.workers.len());
         let mut seen = Vec::with_capacity(model.workers.len());
         let mut nodes = Vec::with_capacity(model.workers.len());
@@ -199,7 +193,7 @@ impl Selector {
                 let target = TargetId { worker: node.uid.clone(), rank: Rank(rank) };
                 let overlap = lookups
                     .get(position)
-                    .and_then(|(_, _, matches)| matches.overlaps.get(&target))
+                    .and_then(|(_, _, overlaps)| overlaps.as_ref()?.get(&target.worker, target.rank))
                     .filter(|overlap| overlap.incarnation == node.incarnation);
                 let matched = overlap.map_or(0, |overlap| (overlap.matched_blocks as usize).min(usable));
                 let load = node
@@ -292,18 +286,15 @@ impl Selector {
         (record, result)
     }
 
-    fn look_up(&self, view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Matches {
+    /// Overlaps of one block size and namespace; none for a prompt without a block that a cache can serve.
+    fn look_up(&self, view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Option<Overlaps> {
         let usable = usable_blocks(demand.tokens.len(), block_size);
         if usable == 0 {
-            return Matches { overlaps: HashMap::new() };
+            return None;
         }
         let root = Namespace::new(namespace, &demand.adapter, &demand.cache_salt).root(view.seed());
         let hashes = block_hashes(root, demand.tokens.get(..usable * block_size).unwrap_or_default(), block_size);
-        let overlaps =
-            self.index.lookup(&hashes).into_iter().map(|overlap| {
-                (TargetId { worker: overlap.source.worker.clone(), rank: overlap.source.rank }, overlap)
-            });
-        Matches { overlaps: overlaps.collect() }
+        Some(self.index.lookup(&hashes))
     }
 }
 

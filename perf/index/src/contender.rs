@@ -92,7 +92,7 @@ impl Contender for Kvist {
     }
 
     fn lookup(&self, prompt: &Self::Prompt) -> u64 {
-        self.index.lookup(prompt).iter().map(|overlap| u64::from(overlap.matched_blocks)).sum()
+        self.index.lookup(prompt).iter().map(|(_, overlap)| u64::from(overlap.matched_blocks)).sum()
     }
 
     fn hash(tokens: &[u32]) -> Self::Prompt {

@@ -38,6 +38,27 @@ pub fn resident_bytes() -> u64 {
     kib.unwrap_or(0) * 1024
 }
 
+/// Seconds of CPU time of all threads of this process.
+pub fn cpu_seconds() -> f64 {
+    let usage = usage(libc::RUSAGE_SELF);
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
+/// How often the kernel has taken the core from this thread, which waits that the thread asked for are not.
+pub fn preemptions() -> i64 {
+    usage(libc::RUSAGE_THREAD).ru_nivcsw
+}
+
+fn usage(of: libc::c_int) -> libc::rusage {
+    let mut usage = std::mem::MaybeUninit::zeroed();
+    // SAFETY: the call fills the structure, all of whose bit patterns are valid, and keeps no pointer to it.
+    unsafe {
+        libc::getrusage(of, usage.as_mut_ptr());
+        usage.assume_init()
+    }
+}
+
 fn field(path: &str, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;

@@ -154,10 +154,10 @@ fn contend<C: Contender>(options: &Options, scale: Scale, trace: Option<&(Trace,
         }
     }
     let apply = rows::apply::<C>(scale);
-    println!(
-        "  events/s: {} of 1 block, {} of 4 blocks",
-        apply["events_per_second_1_block"], apply["events_per_second_4_blocks"]
-    );
+    for name in ["events_of_1_block", "events_of_4_blocks"] {
+        let row = &apply[name];
+        println!("  {name}: {}/s, {} a CPU second", row["events_per_second"], row["events_per_cpu_second"]);
+    }
     let mut memory = Map::new();
     for held in ["unique", "trace"] {
         for holders in [1, 8] {
@@ -173,8 +173,12 @@ fn contend<C: Contender>(options: &Options, scale: Scale, trace: Option<&(Trace,
     if let Some((trace, steps)) = trace {
         let row = rows::replay::<C>(trace, steps);
         println!(
-            "  replay: {} operations/s, {} block operations/s, look-up p50 {} µs, p99 {} µs",
-            row["operations_per_second"], row["block_operations_per_second"], row["p50_us"], row["p99_us"]
+            "  replay: {} operations/s, {} a CPU second, {} block operations/s, look-up p50 {} µs, p99 {} µs",
+            row["operations_per_second"],
+            row["operations_per_cpu_second"],
+            row["block_operations_per_second"],
+            row["p50_us"],
+            row["p99_us"]
         );
         result["replay"] = row;
     }

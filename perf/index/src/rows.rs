@@ -43,27 +43,44 @@ impl Scale {
     }
 }
 
-/// Durations in nanoseconds.
-struct Samples(Vec<u64>);
+/// Durations in nanoseconds, in order.
+struct Samples {
+    undisturbed: Vec<u64>,
+    /// Those in the middle of which, or near to which, the kernel gave the core to somebody else.
+    disturbed: usize,
+    most: u64,
+}
 
 impl Samples {
     fn percentile(&self, percent: usize) -> u64 {
-        let rank = (self.0.len() * percent).div_ceil(100).max(1);
-        self.0[rank - 1]
+        let rank = (self.undisturbed.len() * percent).div_ceil(100).max(1);
+        self.undisturbed.get(rank - 1).copied().unwrap_or(0)
     }
 
     /// Runs something again and again for some seconds, at least 200 times.
     fn take(seconds: f64, mut run: impl FnMut(usize)) -> Self {
         let started = Instant::now();
-        let mut samples = Vec::with_capacity(1 << 16);
-        while samples.len() < 200 || (started.elapsed().as_secs_f64() < seconds && samples.len() < 1_000_000) {
-            let number = samples.len();
-            let one = Instant::now();
-            run(number);
-            samples.push(one.elapsed().as_nanos() as u64);
+        let (mut undisturbed, mut disturbed, mut most, mut number) = (Vec::with_capacity(1 << 20), 0, 0, 0);
+        let mut group = Vec::with_capacity(16);
+        while number < 200 || (started.elapsed().as_secs_f64() < seconds && number < 1_000_000) {
+            let preemptions = facts::preemptions();
+            let of_group = Instant::now();
+            while group.len() < 16 && of_group.elapsed() < Duration::from_micros(50) {
+                let one = Instant::now();
+                run(number);
+                group.push(one.elapsed().as_nanos() as u64);
+                number += 1;
+            }
+            most = group.iter().copied().fold(most, u64::max);
+            if facts::preemptions() == preemptions {
+                undisturbed.append(&mut group);
+            } else {
+                disturbed += group.len();
+                group.clear();
+            }
         }
-        samples.sort_unstable();
-        Self(samples)
+        undisturbed.sort_unstable();
+        Self { undisturbed, disturbed, most }
     }
 
     fn to_json(&self) -> Value {
@@ -71,8 +88,9 @@ impl Samples {
         json!({
             "p50_us": micros(self.percentile(50)),
             "p99_us": micros(self.percentile(99)),
-            "most_us": micros(self.percentile(100)),
-            "samples": self.0.len(),
+            "most_us": micros(self.most),
+            "samples": self.undisturbed.len(),
+            "left_out": self.disturbed,
         })
     }
 }
@@ -206,17 +224,21 @@ pub fn hashing<C: Contender>(scale: Scale) -> Value {
     })
 }
 
-/// Events as fast as one thread can tell them, about 1,000 sources.
+/// Events as fast as one thread can tell them, about 1,000 sources: by the clock, and by the CPU time of all threads.
 pub fn apply<C: Contender>(scale: Scale) -> Value {
-    let rate = |blocks_of_event: usize| {
+    let rates = |blocks_of_event: usize| {
         let contender = C::new(1000);
         let mut events = Events::<C>::new(1000, blocks_of_event);
-        let started = Instant::now();
+        let (started, cpu) = (Instant::now(), facts::cpu_seconds());
         (0..scale.events).for_each(|_| events.apply_next(&contender));
         contender.settle();
-        (scale.events as f64 / started.elapsed().as_secs_f64()).round()
+        let (seconds, cpu) = (started.elapsed().as_secs_f64(), facts::cpu_seconds() - cpu);
+        json!({
+            "events_per_second": (scale.events as f64 / seconds).round(),
+            "events_per_cpu_second": (scale.events as f64 / cpu).round(),
+        })
     };
-    json!({ "events_per_second_1_block": rate(1), "events_per_second_4_blocks": rate(4) })
+    json!({ "events_of_1_block": rates(1), "events_of_4_blocks": rates(4) })
 }
 
 /// The steps of a trace's replay on two threads, each with half of the sources.
@@ -225,17 +247,23 @@ pub fn replay<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
     let prompts: Vec<C::Prompt> = trace.prompts.iter().map(|contents| C::prompt(contents)).collect();
     let contender = C::new(steps.len());
     let (contender, prompts) = (&contender, &prompts);
-    let started = Instant::now();
-    let mut samples: Vec<u64> = thread::scope(|scope| {
+    let (started, cpu) = (Instant::now(), facts::cpu_seconds());
+    let results: Vec<(Vec<u64>, usize)> = thread::scope(|scope| {
         let work = |first: usize| {
             move || {
-                let mut samples = Vec::new();
+                let (mut samples, mut disturbed) = (Vec::new(), 0);
                 for step in steps.iter().skip(first).step_by(THREADS).flatten() {
                     match step {
                         Step::Lookup { prompt } => {
+                            let preemptions = facts::preemptions();
                             let one = Instant::now();
                             black_box(contender.lookup(&prompts[*prompt]));
-                            samples.push(one.elapsed().as_nanos() as u64);
+                            let nanos = one.elapsed().as_nanos() as u64;
+                            if facts::preemptions() == preemptions {
+                                samples.push(nanos);
+                            } else {
+                                disturbed += 1;
+                            }
                         }
                         Step::Store { source, prompt, blocks } => {
                             contender.store(*source, &prompts[*prompt], blocks.clone());
@@ -245,22 +273,26 @@ pub fn replay<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
                         }
                     }
                 }
-                samples
+                (samples, disturbed)
             }
         };
         let threads: Vec<_> = (0..THREADS).map(|first| scope.spawn(work(first))).collect();
-        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     contender.settle();
-    let seconds = started.elapsed().as_secs_f64();
-    samples.sort_unstable();
+    let (seconds, cpu) = (started.elapsed().as_secs_f64(), facts::cpu_seconds() - cpu);
+    let disturbed = results.iter().map(|(_, disturbed)| disturbed).sum();
+    let mut undisturbed: Vec<u64> = results.into_iter().flat_map(|(samples, _)| samples).collect();
+    undisturbed.sort_unstable();
     let blocks = |step: &Step| match step {
         Step::Lookup { prompt } => trace.prompts[*prompt].len(),
         Step::Store { blocks, .. } | Step::Remove { blocks, .. } => blocks.len(),
     };
     let operations = steps.iter().map(Vec::len).sum::<usize>() as f64;
     let block_operations = steps.iter().flatten().map(blocks).sum::<usize>() as f64;
-    let mut row = Samples(samples).to_json();
+    let most = undisturbed.last().copied().unwrap_or(0);
+    let mut row = Samples { undisturbed, disturbed, most }.to_json();
+    row["operations_per_cpu_second"] = json!((operations / cpu).round());
     row["operations_per_second"] = json!((operations / seconds).round());
     row["block_operations_per_second"] = json!((block_operations / seconds).round());
     row
