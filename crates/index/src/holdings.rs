@@ -3,7 +3,7 @@
 use kvist_blocks::{BlockHash, Tier};
 
 use crate::{
-    segments::{Seat, Segment, Segments},
+    segments::{NEW, SEGMENT_BLOCKS, Seat, Segment, Segments},
     sets::{EMPTY, Holder, Keep, Lanes, SetId, Sets, tier_bit},
     source::TierSum,
     table::{SHARD_BITS, Table, spread},
@@ -67,6 +67,24 @@ impl Stretch<'_> {
     }
 }
 
+/// Probes of a look-up that were made before they are needed: on both sides of the boundaries of the next segments.
+#[derive(Default)]
+pub(crate) struct Ahead {
+    /// Position of the first block behind the first boundary.
+    boundary: usize,
+    /// Boundaries that were probed.
+    known: usize,
+    values: [[Option<u32>; 2]; 8],
+}
+
+impl Ahead {
+    fn get(&self, position: usize) -> Option<Option<u32>> {
+        let behind = (position + 1).checked_sub(self.boundary)?;
+        let (number, side) = (behind / SEGMENT_BLOCKS as usize, behind % SEGMENT_BLOCKS as usize);
+        if number < self.known && side < 2 { Some(self.values[number][side]) } else { None }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Holdings {
     byte_budget: u64,
@@ -108,27 +126,32 @@ impl Holdings {
         self.sets.tiers_of(self.set_of(hash), slot) != 0
     }
 
-    /// What is known of the beginning of a prompt, which must not be empty, in one piece; none when nobody has it.
-    pub(crate) fn stretch(&self, prompt: &[BlockHash]) -> Option<Stretch<'_>> {
-        let seat = self.seat_of(*prompt.first()?)?;
+    /// What is known of a prompt from some position on, in one piece; none when nobody has that block.
+    pub(crate) fn stretch(&self, prompt: &[BlockHash], from: usize, ahead: &mut Ahead) -> Option<Stretch<'_>> {
+        let seat = Seat::decode(self.value_at(prompt, from, ahead)?);
         let Seat::In { segment: number, offset } = seat else {
             return Some(Stretch { blocks: 1, kind: StretchKind::Lone(self.segments.set_of(seat)) });
         };
         let segment = self.segments.get(number)?;
-        let is_at = |ahead: u32| {
-            let hash = prompt.get(ahead as usize);
-            hash.is_some_and(|hash| self.is_seated(*hash, number, offset + ahead))
+        let rest = u32::try_from(prompt.len() - from).unwrap_or(u32::MAX);
+        let run = segment.run_from(offset);
+        if offset + run == SEGMENT_BLOCKS {
+            self.look_ahead(prompt, from + run as usize, ahead);
+        }
+        let is_at = |blocks: u32, ahead: &Ahead| {
+            let value = self.value_at(prompt, from + blocks as usize, ahead);
+            value == Some(Seat::In { segment: number, offset: offset + blocks }.encode())
         };
-        let most = segment.run_from(offset).min(u32::try_from(prompt.len()).unwrap_or(u32::MAX));
+        let most = run.min(rest);
         // So many blocks are those of the prompt for certain.
         let mut same = 1;
-        if most > 1 && is_at(most - 1) {
+        if most > 1 && is_at(most - 1, ahead) {
             same = most;
         } else if most > 1 {
             let mut too_many = most;
             while same + 1 < too_many {
                 let middle = same + (too_many - same) / 2;
-                if is_at(middle - 1) {
+                if is_at(middle - 1, ahead) {
                     same = middle;
                 } else {
                     too_many = middle;
@@ -136,6 +159,27 @@ impl Holdings {
             }
         }
         Some(Stretch { blocks: same as usize, kind: StretchKind::In(segment, offset) })
+    }
+
+    /// Where the block at a position of a prompt is, as a value of the table.
+    fn value_at(&self, prompt: &[BlockHash], position: usize, ahead: &Ahead) -> Option<u32> {
+        let hash = *prompt.get(position)?;
+        ahead.get(position).unwrap_or_else(|| self.shards[shard_of(hash)].get(hash))
+    }
+
+    /// Probes where the next segments end and begin, if they are full and follow each other. The probes do not wait for
+    /// each other, which is most of what a probe costs in a table that is larger than the caches.
+    fn look_ahead(&self, prompt: &[BlockHash], boundary: usize, ahead: &mut Ahead) {
+        if ahead.get(boundary).is_some() {
+            return;
+        }
+        ahead.boundary = boundary;
+        ahead.known = 0;
+        for (position, values) in (boundary..prompt.len()).step_by(SEGMENT_BLOCKS as usize).zip(&mut ahead.values) {
+            let [last, first] = [prompt[position - 1], prompt[position]];
+            *values = [self.shards[shard_of(last)].get(last), self.shards[shard_of(first)].get(first)];
+            ahead.known += 1;
+        }
     }
 
     /// Takes a block in, and says where it is if it is held then. `before` is the block before it in the prompt, if that
@@ -159,8 +203,7 @@ impl Holdings {
         let Some(set_growth) = set_growth else { return (Added::NoRoom, None) };
         let table_growth = if seat.is_none() { self.shards[shard_of(hash)].growth_bytes() } else { 0 };
         let piece_growth = match seat {
-            // A set that is not there yet is unlike all others.
-            Some(Seat::In { segment, offset }) => self.segments.plan(segment, offset, found.unwrap_or(SetId::MAX)),
+            Some(Seat::In { segment, offset }) => self.segments.plan(segment, offset, found.unwrap_or(NEW)),
             _ => 0,
         };
         if !self.has_room(table_growth + set_growth + piece_growth) {
@@ -183,8 +226,7 @@ impl Holdings {
                 seat
             }
             Some(Seat::In { segment, offset }) => {
-                self.segments.plan(segment, offset, new);
-                self.segments.commit(segment, offset);
+                self.segments.commit(segment, offset, new);
                 Seat::In { segment, offset }
             }
         };
@@ -207,7 +249,7 @@ impl Holdings {
         let set_growth = if found.is_none() { self.sets.intern_bytes() } else { Some(0) };
         let piece_growth = match seat {
             Seat::Lone(_) => 0,
-            Seat::In { segment, offset } => self.segments.plan(segment, offset, found.unwrap_or(SetId::MAX)),
+            Seat::In { segment, offset } => self.segments.plan(segment, offset, found.unwrap_or(NEW)),
         };
         let growth = set_growth.map(|set_growth| set_growth + piece_growth);
         if growth.is_none_or(|growth| !self.has_room(growth)) {
@@ -223,8 +265,7 @@ impl Holdings {
         match seat {
             Seat::Lone(_) => self.place(hash, Seat::Lone(new)),
             Seat::In { segment, offset } => {
-                self.segments.plan(segment, offset, new);
-                self.segments.commit(segment, offset);
+                self.segments.commit(segment, offset, new);
             }
         }
         self.sets.move_block(old, new);
@@ -270,7 +311,7 @@ impl Holdings {
                 (segment, 1)
             }
         };
-        self.segments.commit(segment, offset);
+        self.segments.commit(segment, offset, set);
         Some(Seat::In { segment, offset })
     }
 
@@ -353,10 +394,6 @@ impl Holdings {
 
     fn set_of(&self, hash: BlockHash) -> SetId {
         self.seat_of(hash).map_or(EMPTY, |seat| self.segments.set_of(seat))
-    }
-
-    fn is_seated(&self, hash: BlockHash, segment: u32, offset: u32) -> bool {
-        self.shards[shard_of(hash)].get(hash) == Some(Seat::In { segment, offset }.encode())
     }
 
     /// The seat of a block that is told to follow another one. Blocks that follow each other do so in a segment: if

@@ -6,7 +6,7 @@ use kvist_blocks::{Batch, BlockHash, Event, Incarnation, SourceKey, Tier, TierDi
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::{
-    holdings::{Added, Holdings, Removed, SHARDS},
+    holdings::{Added, Ahead, Holdings, Removed, SHARDS},
     lookup::Walk,
     segments::Seat,
     sets::{Holder, SetId, tier_bit},
@@ -178,14 +178,18 @@ impl Index {
         now_unix_nanos: u64,
     ) -> Applied {
         let inner = &mut *self.write();
-        if inner.is_closed(key, incarnation) {
+        // Searched for once: among a thousand sources that takes as long as to store a block.
+        let mut position = inner.sources.position(key);
+        let known = inner.sources.at(position).map(|source| source.incarnation);
+        if known.is_some_and(|known| incarnation < known) || inner.is_worker_closed(&key.worker, incarnation) {
             return Applied::OldIncarnation;
         }
-        let is_new = inner.sources.get(key).is_none_or(|source| source.incarnation < incarnation);
+        let is_new = known != Some(incarnation);
         if is_new {
             inner.open(key, incarnation);
+            position = inner.sources.position(key);
         }
-        let Some(source) = inner.sources.get_mut(key) else { return Applied::OldIncarnation };
+        let Some(source) = inner.sources.at(position) else { return Applied::OldIncarnation };
         source.heard_at_unix_nanos = now_unix_nanos;
         if batch.sequence < source.next_sequence {
             return Applied::Duplicate;
@@ -211,7 +215,7 @@ impl Index {
                 Event::Cleared { tier: Some(tier) } => inner.clear_tier(slot, *tier),
             }
         }
-        if let Some(source) = inner.sources.get_mut(key) {
+        if let Some(source) = inner.sources.at(position) {
             source.unknown_removals += unknown_removals;
         }
         Applied::Applied
@@ -513,7 +517,7 @@ impl Index {
                 if position > 0 {
                     inner.holdings.join(prompt[position - 1], prompt[position]);
                 }
-                let Some(stretch) = inner.holdings.stretch(&prompt[position..]) else { return };
+                let Some(stretch) = inner.holdings.stretch(prompt, position, &mut Ahead::default()) else { return };
                 now += 1;
                 position += stretch.blocks;
             }
@@ -560,8 +564,12 @@ impl Index {
 }
 
 impl Inner {
+    fn is_worker_closed(&self, worker: &WorkerUid, incarnation: Incarnation) -> bool {
+        self.closed.get(worker).is_some_and(|closed| incarnation <= *closed)
+    }
+
     fn is_closed(&self, key: &SourceKey, incarnation: Incarnation) -> bool {
-        self.closed.get(&key.worker).is_some_and(|closed| incarnation <= *closed)
+        self.is_worker_closed(&key.worker, incarnation)
             || self.sources.get(key).is_some_and(|source| incarnation < source.incarnation)
     }
 
@@ -573,9 +581,9 @@ impl Inner {
 
     /// Goes along a prompt as far as a live source holds it.
     fn walk(&self, prompt: &[BlockHash]) -> Walk {
-        let mut walk = Walk::new(self.slots.len());
+        let (mut walk, mut ahead) = (Walk::new(self.slots.len()), Ahead::default());
         while walk.depth < prompt.len() {
-            let Some(stretch) = self.holdings.stretch(&prompt[walk.depth..]) else { break };
+            let Some(stretch) = self.holdings.stretch(prompt, walk.depth, &mut ahead) else { break };
             let start = walk.depth;
             stretch.for_each_set(|ahead, set| walk.meet(start + ahead, set, self.holdings.lanes(set), &self.live));
             if walk.is_over() {

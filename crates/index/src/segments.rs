@@ -14,6 +14,9 @@ const OFFSET_BITS: u32 = SEGMENT_BLOCKS.trailing_zeros();
 const MAX_SEGMENTS: usize = 1 << (31 - OFFSET_BITS);
 const IN_SEGMENT: u32 = 1 << 31;
 
+/// Stands for a set that is yet to be made.
+pub(crate) const NEW: SetId = SetId::MAX;
+
 /// Where the holders of a block are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Seat {
@@ -163,9 +166,15 @@ impl Segments {
         }
     }
 
-    /// Prepares giving a place a set and says how many bytes [`Segments::commit`] allocates for that.
+    /// Prepares giving a place a set and says how many bytes [`Segments::commit`] allocates for that. The set may be
+    /// [`NEW`], which is unlike all others.
     pub(crate) fn plan(&mut self, segment: u32, offset: u32, set: SetId) -> u64 {
         let Segment { present, pieces } = &self.entries[segment as usize];
+        if matches!(pieces, Pieces::One(of_all) if *of_all == set) {
+            self.scratch.clear();
+            self.scratch.push(Piece { start: 0, set });
+            return 0;
+        }
         let used = present | 1 << offset;
         let one;
         let pieces: &[Piece] = match pieces {
@@ -201,8 +210,11 @@ impl Segments {
         }
     }
 
-    /// Does what was planned last.
-    pub(crate) fn commit(&mut self, segment: u32, offset: u32) {
+    /// Does what was planned last; `set` is the one that was meant by [`NEW`].
+    pub(crate) fn commit(&mut self, segment: u32, offset: u32, set: SetId) {
+        for piece in self.scratch.iter_mut().filter(|piece| piece.set == NEW) {
+            piece.set = set;
+        }
         let Segment { present, pieces } = &mut self.entries[segment as usize];
         *present |= 1 << offset;
         match (&mut *pieces, self.scratch.as_slice()) {

@@ -121,17 +121,46 @@ const MAX_SETS: usize = (1 << 31) - 1;
 /// A set or its free place.
 #[derive(Debug, Default)]
 struct Entry {
-    keys: Box<[LaneKey]>,
-    masks: Box<[u64]>,
+    lanes: StoredLanes,
     /// Blocks that have this set.
     blocks: u32,
     /// Slots in it.
     holders: u32,
 }
 
+/// Most sets of a small mesh, and all that one source holds alone, have one lane: it lies where the set is, so that a
+/// look-up does not wait for memory a second time.
+#[derive(Debug)]
+enum StoredLanes {
+    One([LaneKey; 1], [u64; 1]),
+    Other(Box<[LaneKey]>, Box<[u64]>),
+}
+
+impl Default for StoredLanes {
+    fn default() -> Self {
+        Self::Other(Box::default(), Box::default())
+    }
+}
+
+impl StoredLanes {
+    fn new(lanes: Lanes<'_>) -> Self {
+        match (lanes.keys, lanes.masks) {
+            ([key], [mask]) => Self::One([*key], [*mask]),
+            (keys, masks) => Self::Other(keys.into(), masks.into()),
+        }
+    }
+
+    fn as_lanes(&self) -> Lanes<'_> {
+        match self {
+            Self::One(keys, masks) => Lanes { keys, masks },
+            Self::Other(keys, masks) => Lanes { keys, masks },
+        }
+    }
+}
+
 impl Entry {
     fn lanes(&self) -> Lanes<'_> {
-        Lanes { keys: &self.keys, masks: &self.masks }
+        self.lanes.as_lanes()
     }
 }
 
@@ -287,9 +316,8 @@ impl Sets {
             self.entries.push(Entry::default());
         }
         let lanes = self.scratch.as_lanes();
-        let entry =
-            Entry { keys: lanes.keys.into(), masks: lanes.masks.into(), blocks: 0, holders: lanes.count_holders() };
-        self.lane_bytes += lane_bytes(entry.keys.len());
+        let entry = Entry { lanes: StoredLanes::new(lanes), blocks: 0, holders: lanes.count_holders() };
+        self.lane_bytes += lane_bytes(lanes.keys.len());
         let set = match self.free.pop() {
             Some(set) => {
                 self.entries[set as usize] = entry;
@@ -327,9 +355,9 @@ impl Sets {
         self.holders -= u64::from(entry.holders);
         self.orphans -= u64::from(entry.holders == 0);
         if entry.blocks == 0 {
-            let (keys, masks) = (std::mem::take(&mut entry.keys), std::mem::take(&mut entry.masks));
-            self.lane_bytes -= lane_bytes(keys.len());
-            self.drop_content(from, Lanes { keys: &keys, masks: &masks });
+            let lanes = std::mem::take(&mut entry.lanes);
+            self.lane_bytes -= lane_bytes(lanes.as_lanes().keys.len());
+            self.drop_content(from, lanes.as_lanes());
             self.free.push(from);
             // Its number may come to mean another set.
             self.last = None;
@@ -345,25 +373,17 @@ impl Sets {
             if self.entries[set].lanes().iter().all(is_kept) {
                 continue;
             }
-            let entry = &mut self.entries[set];
-            let (keys, masks) = (std::mem::take(&mut entry.keys), std::mem::take(&mut entry.masks));
-            self.drop_content(set as SetId, Lanes { keys: &keys, masks: &masks });
-            self.lane_bytes -= lane_bytes(keys.len());
-            // What is left moves up; shrinking happens in place.
-            let (mut keys, mut masks) = (keys.into_vec(), masks.into_vec());
-            let mut left = 0;
-            for at in 0..keys.len() {
-                let (key, mask) = (keys[at], keep(keys[at].word(), keys[at].tier(), masks[at]));
-                if mask != 0 {
-                    (keys[left], masks[left]) = (key, mask);
-                    left += 1;
-                }
+            let old = std::mem::take(&mut self.entries[set].lanes);
+            self.drop_content(set as SetId, old.as_lanes());
+            self.lane_bytes -= lane_bytes(old.as_lanes().keys.len());
+            // A copy without those that go, which is never larger than what it replaces.
+            let mut kept = OwnLanes::default();
+            for (key, mask) in old.as_lanes().iter() {
+                kept.push(key, keep(key.word(), key.tier(), mask));
             }
-            keys.truncate(left);
-            masks.truncate(left);
-            let (keys, masks) = (keys.into_boxed_slice(), masks.into_boxed_slice());
-            self.lane_bytes += lane_bytes(left);
-            let lanes = Lanes { keys: &keys, masks: &masks };
+            drop(old);
+            let lanes = kept.as_lanes();
+            self.lane_bytes += lane_bytes(lanes.keys.len());
             let (holders, hash) = (lanes.count_holders(), lanes.hash());
             let has_twin = self.by_content.find(hash, |other| self.entries[*other as usize].lanes() == lanes).is_some();
             let entry = &mut self.entries[set];
@@ -371,7 +391,7 @@ impl Sets {
             if holders == 0 && entry.holders != 0 {
                 self.orphans += u64::from(entry.blocks);
             }
-            (entry.keys, entry.masks, entry.holders) = (keys, masks, holders);
+            (entry.lanes, entry.holders) = (StoredLanes::new(lanes), holders);
             if holders != 0 && !has_twin && self.by_content.len() < self.by_content.capacity() {
                 let entries = &self.entries;
                 self.by_content.insert_unique(hash, set as SetId, |other| entries[*other as usize].lanes().hash());
@@ -396,7 +416,7 @@ impl Sets {
 
 /// Bytes of a set's lanes with the allocator's rounding.
 fn lane_bytes(lanes: usize) -> u64 {
-    if lanes == 0 {
+    if lanes <= 1 {
         return 0;
     }
     let rounded = |bytes: usize| bytes.next_multiple_of(16) as u64;

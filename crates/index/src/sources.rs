@@ -15,12 +15,21 @@ pub(crate) struct Sources {
 }
 
 impl Sources {
+    /// Where a source is, until one is added or goes.
+    pub(crate) fn position(&self, key: &SourceKey) -> Option<usize> {
+        self.keys.binary_search(key).ok()
+    }
+
+    pub(crate) fn at(&mut self, position: Option<usize>) -> Option<&mut Source> {
+        self.sources.get_mut(position?)
+    }
+
     pub(crate) fn get(&self, key: &SourceKey) -> Option<&Source> {
-        self.sources.get(self.keys.binary_search(key).ok()?)
+        self.sources.get(self.position(key)?)
     }
 
     pub(crate) fn get_mut(&mut self, key: &SourceKey) -> Option<&mut Source> {
-        self.sources.get_mut(self.keys.binary_search(key).ok()?)
+        self.at(self.position(key))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&SourceKey, &Source)> {
