@@ -31,6 +31,11 @@ const TRIES: usize = 200;
 /// Pauses between two tries.
 const PAUSES: usize = 8;
 
+/// Blocks from which on a batch is large enough to look where they are before the lock is taken, and so many under one
+/// hold of it.
+const TOUCHED_BLOCKS: usize = 16;
+const TOUCHED_AT_ONCE: usize = 256;
+
 /// Blocks that a look-up joins at most, and so many under one hold of the lock.
 const JOINED_BLOCKS: usize = 1024;
 const JOINED_AT_ONCE: usize = 64;
@@ -177,6 +182,7 @@ impl Index {
         batch: &Batch,
         now_unix_nanos: u64,
     ) -> Applied {
+        self.touch(batch);
         let inner = &mut *self.write();
         // Searched for once: among a thousand sources that takes as long as to store a block.
         let mut position = inner.sources.position(key);
@@ -247,6 +253,7 @@ impl Index {
     /// Takes in a part of a snapshot; false when it was abandoned or finished.
     pub fn snapshot_chunk(&self, id: SnapshotId, tier: Tier, hashes: &[BlockHash]) -> bool {
         for hashes in hashes.chunks(SNAPSHOT_BLOCKS_AT_ONCE) {
+            self.read().holdings.touch(hashes);
             let inner = &mut *self.write();
             let Some(slot) = inner.fillings.get(&id).map(|filling| filling.slot) else { return false };
             hashes.iter().for_each(|hash| {
@@ -503,6 +510,22 @@ impl Index {
             for hashes in orphans.chunks(SWEPT_AT_ONCE) {
                 let inner = &mut *self.write();
                 hashes.iter().for_each(|hash| inner.holdings.sweep(*hash));
+            }
+        }
+    }
+
+    /// Does the slow part of a large batch, waiting for memory, while others may read.
+    fn touch(&self, batch: &Batch) {
+        let hashes_of = |event: &Event| match event {
+            Event::Stored { hashes, .. } | Event::Removed { hashes, .. } => hashes.len(),
+            Event::Cleared { .. } => 0,
+        };
+        if batch.events.iter().map(hashes_of).sum::<usize>() < TOUCHED_BLOCKS {
+            return;
+        }
+        for event in &batch.events {
+            if let Event::Stored { hashes, .. } | Event::Removed { hashes, .. } = event {
+                hashes.chunks(TOUCHED_AT_ONCE).for_each(|hashes| self.read().holdings.touch(hashes));
             }
         }
     }

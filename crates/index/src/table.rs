@@ -54,6 +54,12 @@ impl Table {
         self.grown_places().map_or(0, |places| places as u64 * PLACE_BYTES)
     }
 
+    /// Loads the place where a hash is or nearly is. Nothing is decided by what is found, so that a processor does not wait
+    /// for one place before it asks for the next.
+    pub(crate) fn peek(&self, hash: BlockHash) -> u32 {
+        if self.places.is_empty() { 0 } else { self.places[self.home(hash)].value }
+    }
+
     pub(crate) fn get(&self, hash: BlockHash) -> Option<u32> {
         let place = self.places.get(self.find(hash)?)?;
         (place.value != 0).then_some(place.value)

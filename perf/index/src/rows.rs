@@ -52,9 +52,10 @@ struct Samples {
 }
 
 impl Samples {
-    fn percentile(&self, percent: usize) -> u64 {
+    /// None when all samples were disturbed.
+    fn percentile(&self, percent: usize) -> Option<u64> {
         let rank = (self.undisturbed.len() * percent).div_ceil(100).max(1);
-        self.undisturbed.get(rank - 1).copied().unwrap_or(0)
+        self.undisturbed.get(rank - 1).copied()
     }
 
     /// Runs something again and again for some seconds, at least 200 times.
@@ -86,8 +87,8 @@ impl Samples {
     fn to_json(&self) -> Value {
         let micros = |nanos: u64| (nanos as f64 / 10.0).round() / 100.0;
         json!({
-            "p50_us": micros(self.percentile(50)),
-            "p99_us": micros(self.percentile(99)),
+            "p50_us": self.percentile(50).map(micros),
+            "p99_us": self.percentile(99).map(micros),
             "most_us": micros(self.most),
             "samples": self.undisturbed.len(),
             "left_out": self.disturbed,
@@ -217,7 +218,7 @@ pub fn hashing<C: Contender>(scale: Scale) -> Value {
     let samples = Samples::take(scale.seconds, |_| {
         black_box(C::hash(black_box(&text)));
     });
-    let nanos = samples.percentile(50) as f64;
+    let nanos = samples.percentile(50).unwrap_or(0) as f64;
     json!({
         "mb_per_second": ((text.len() * 4) as f64 / nanos * 1000.0).round(),
         "ns_per_block": (nanos / (text.len() / BLOCK_TOKENS) as f64 * 10.0).round() / 10.0,
