@@ -1,6 +1,6 @@
 //! The hash of a block, and what it starts from.
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// Seed of all block hashes of one cluster. Another seed in another cluster keeps prefixes from being compared across.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,11 +55,15 @@ pub fn usable_blocks(prompt_tokens: usize, block_size_tokens: usize) -> usize {
 }
 
 /// Hashes blocks as their tokens arrive.
+///
+/// The hash of a block is XXH3-64 of its parent's hash and of the XXH3-64 of its tokens, each in little-endian bytes. The
+/// tokens are hashed without the parent, so that a processor works on several blocks at once; only the short second hash
+/// waits for the block before.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
     parent: BlockHash,
     block_size_tokens: usize,
-    /// Parent's hash and the tokens of the open block, little-endian, as they are hashed.
+    /// Tokens of the open block, as they are hashed.
     buffer: Vec<u8>,
 }
 
@@ -67,9 +71,7 @@ impl BlockHasher {
     /// A hasher whose first block follows `parent`: a namespace's root, or an earlier block.
     #[must_use]
     pub fn new(parent: BlockHash, block_size_tokens: usize) -> Self {
-        let mut buffer = Vec::with_capacity(8 + 4 * block_size_tokens);
-        buffer.extend_from_slice(&parent.0.to_le_bytes());
-        Self { parent, block_size_tokens, buffer }
+        Self { parent, block_size_tokens, buffer: Vec::with_capacity(4 * block_size_tokens) }
     }
 
     /// Hash of the last whole block, or what the hasher started from.
@@ -81,7 +83,7 @@ impl BlockHasher {
     /// Tokens of the block that is not full yet.
     #[must_use]
     pub fn open_tokens(&self) -> usize {
-        (self.buffer.len() - 8) / 4
+        self.buffer.len() / 4
     }
 
     /// Takes tokens and appends the hash of each block that became full.
@@ -89,24 +91,38 @@ impl BlockHasher {
         if self.block_size_tokens == 0 {
             return;
         }
-        let full_bytes = 8 + 4 * self.block_size_tokens;
         let mut rest = tokens;
-        while !rest.is_empty() {
+        if self.open_tokens() > 0 {
             let missing = self.block_size_tokens - self.open_tokens();
             let (now, later) = rest.split_at(missing.min(rest.len()));
-            for token in now {
-                self.buffer.extend_from_slice(&token.to_le_bytes());
-            }
+            self.buffer.extend(now.iter().flat_map(|token| token.to_le_bytes()));
             rest = later;
-            if self.buffer.len() == full_bytes {
-                // The parent is already part of the bytes; the seed of the cluster went into the root.
-                self.parent = BlockHash(xxh3_64_with_seed(&self.buffer, 0));
-                hashes.push(self.parent);
-                self.buffer.clear();
-                self.buffer.extend_from_slice(&self.parent.0.to_le_bytes());
+            if self.open_tokens() < self.block_size_tokens {
+                return;
             }
+            self.parent = block_hash(self.parent, &self.buffer);
+            hashes.push(self.parent);
         }
+        let whole = rest.chunks_exact(self.block_size_tokens);
+        let open = whole.remainder();
+        self.buffer.resize(4 * self.block_size_tokens, 0);
+        for block in whole {
+            let (bytes, _) = self.buffer.as_chunks_mut::<4>();
+            bytes.iter_mut().zip(block).for_each(|(bytes, token)| *bytes = token.to_le_bytes());
+            self.parent = block_hash(self.parent, &self.buffer);
+            hashes.push(self.parent);
+        }
+        self.buffer.clear();
+        self.buffer.extend(open.iter().flat_map(|token| token.to_le_bytes()));
     }
+}
+
+/// The seed of the cluster went into the root, so none is needed here.
+fn block_hash(parent: BlockHash, tokens: &[u8]) -> BlockHash {
+    let mut both = [0; 16];
+    both[..8].copy_from_slice(&parent.0.to_le_bytes());
+    both[8..].copy_from_slice(&xxh3_64(tokens).to_le_bytes());
+    BlockHash(xxh3_64(&both))
 }
 
 #[cfg(test)]
@@ -145,7 +161,7 @@ mod tests {
         let root = Namespace::new("model", "adapter", "salt").root(HashSeed(7));
         let hashes = block_hashes(root, &[1, 2, 3, 0x0102_0304, u32::MAX], 2);
         // Computed with the reference implementation of XXH3.
-        let expected = [7_286_339_966_069_835_924, 7_556_457_521_164_736_862].map(BlockHash);
+        let expected = [3_499_718_980_176_908_736, 2_651_487_804_123_099_898].map(BlockHash);
         assert_eq!((BlockHash(359_960_380_610_927_242), expected.to_vec()), (root, hashes));
     }
 

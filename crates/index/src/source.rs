@@ -18,10 +18,8 @@ pub enum SourceState {
 }
 
 /// What one source holds of a prompt.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overlap {
-    /// Which source.
-    pub source: SourceKey,
     /// Of which incarnation.
     pub incarnation: Incarnation,
     /// How much may be said about it.
@@ -57,6 +55,8 @@ pub struct SourceStatus {
     pub snapshots: u64,
     /// Digests that did not match.
     pub mismatches: u64,
+    /// By how many blocks, at least, the last digest or scrub found the source to differ; 0 once that is mended.
+    pub divergent_blocks: u64,
     /// Removals of blocks that were not held.
     pub unknown_removals: u64,
 }
@@ -94,8 +94,14 @@ impl TierSum {
         (self.count, self.digest) = (0, Digest::default());
     }
 
-    pub(crate) fn plus(&self, other: &Self) -> (u64, Digest) {
-        (self.count + other.count, Digest(self.digest.0.wrapping_add(other.digest.0)))
+    pub(crate) fn plus(&self, other: &Self) -> Self {
+        let digest = Digest(self.digest.0.wrapping_add(other.digest.0));
+        Self { count: self.count + other.count, digest, used: self.used || other.used }
+    }
+
+    /// By how many blocks two sets differ, at least; 0 when they are the same.
+    pub(crate) fn differs_by(&self, other: &Self) -> u64 {
+        self.count.abs_diff(other.count).max(u64::from(self.digest != other.digest))
     }
 }
 
@@ -120,13 +126,21 @@ pub(crate) struct Slot {
     pub(crate) applied: [TierSum; 4],
     /// What was applied and the budget does not let the index keep.
     pub(crate) given_up: [TierSum; 4],
-    /// Grows with each change; a scrub that sees it move starts again.
+    /// What a scrub has found so far.
+    pub(crate) scrubbed: [TierSum; 4],
+    /// Grows with each change; a snapshot that sees it move starts again.
     pub(crate) changes: u64,
 }
 
 impl Slot {
     pub(crate) fn new(used_for: SlotUse) -> Self {
-        Self { used_for, applied: Default::default(), given_up: Default::default(), changes: 0 }
+        Self {
+            used_for,
+            applied: Default::default(),
+            given_up: Default::default(),
+            scrubbed: Default::default(),
+            changes: 0,
+        }
     }
 
     pub(crate) fn given_up_blocks(&self) -> u64 {
@@ -148,6 +162,7 @@ pub(crate) struct Source {
     pub(crate) gaps: u64,
     pub(crate) snapshots: u64,
     pub(crate) mismatches: u64,
+    pub(crate) divergent_blocks: u64,
     pub(crate) unknown_removals: u64,
 }
 
@@ -164,18 +179,19 @@ impl Source {
             gaps: 0,
             snapshots: 0,
             mismatches: 0,
+            divergent_blocks: 0,
             unknown_removals: 0,
         }
     }
 
-    pub(crate) fn state(&self, slot: &Slot) -> SourceState {
+    pub(crate) fn state(&self, is_truncated: bool) -> SourceState {
         if self.stale {
             SourceState::Stale
         } else if self.catching_up {
             SourceState::CatchingUp
         } else if !self.complete {
             SourceState::Partial
-        } else if slot.given_up_blocks() > 0 {
+        } else if is_truncated {
             SourceState::Truncated
         } else {
             SourceState::Exact
@@ -192,7 +208,7 @@ impl Source {
         SourceStatus {
             source: key.clone(),
             incarnation: self.incarnation,
-            state: self.state(slot),
+            state: self.state(slot.given_up_blocks() > 0),
             next_sequence: self.next_sequence,
             tiers,
             given_up_blocks: slot.given_up_blocks(),
@@ -200,6 +216,7 @@ impl Source {
             gaps: self.gaps,
             snapshots: self.snapshots,
             mismatches: self.mismatches,
+            divergent_blocks: self.divergent_blocks,
             unknown_removals: self.unknown_removals,
         }
     }

@@ -1,8 +1,8 @@
 //! Block hash to a small number, at 12 bytes a place.
 //!
 //! A general map pays for control bytes, padding and doubling: up to 57 bytes an entry of this size. Here linear
-//! probing with backward-shift deletion keeps no tombstones, places grow by a half, and shrinking keeps at least two
-//! fifths of them filled, so that an entry costs 15 to 30 bytes whatever the history. Probes are O(1) expected; the keys
+//! probing with backward-shift deletion keeps no tombstones, places grow by a quarter, and shrinking keeps at least two
+//! fifths of them filled, so that an entry costs 15 to 19 bytes while a table grows and 30 at most. Probes are O(1) expected; the keys
 //! are hashes already.
 
 use kvist_blocks::BlockHash;
@@ -30,7 +30,10 @@ impl Place {
     }
 }
 
-/// Spreads a hash over all bits; the top byte chooses the shard, the rest the place.
+/// Bits of a spread hash that choose the table.
+pub(crate) const SHARD_BITS: u32 = 10;
+
+/// Spreads a hash over all bits; the top ones choose the table, the rest the place.
 pub(crate) fn spread(hash: BlockHash) -> u64 {
     hash.0.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
@@ -51,25 +54,32 @@ impl Table {
         self.grown_places().map_or(0, |places| places as u64 * PLACE_BYTES)
     }
 
+    /// Loads the place where a hash is or nearly is. Nothing is decided by what is found, so that a processor does not wait
+    /// for one place before it asks for the next.
+    pub(crate) fn peek(&self, hash: BlockHash) -> u32 {
+        if self.places.is_empty() { 0 } else { self.places[self.home(hash)].value }
+    }
+
     pub(crate) fn get(&self, hash: BlockHash) -> Option<u32> {
         let place = self.places.get(self.find(hash)?)?;
         (place.value != 0).then_some(place.value)
     }
 
-    /// Sets the value of a hash, which must not be 0.
-    pub(crate) fn set(&mut self, hash: BlockHash, value: u32) {
-        if let Some(position) = self.find(hash)
-            && self.places[position].value != 0
-        {
-            self.places[position].value = value;
-            return;
-        }
+    /// Sets the value, which must not be 0, of a hash that has none.
+    pub(crate) fn insert(&mut self, hash: BlockHash, value: u32) {
         if let Some(places) = self.grown_places() {
             self.resize(places);
         }
         if let Some(position) = self.find(hash) {
             self.places[position] = Place::new(hash, value);
             self.len += 1;
+        }
+    }
+
+    /// Sets the value, which must not be 0, of a hash that has one.
+    pub(crate) fn replace(&mut self, hash: BlockHash, value: u32) {
+        if let Some(position) = self.find(hash) {
+            self.places[position].value = value;
         }
     }
 
@@ -100,12 +110,12 @@ impl Table {
     /// More places, if another entry would fill more than four fifths of them.
     fn grown_places(&self) -> Option<usize> {
         let places = self.places.len();
-        ((self.len + 1) * 5 > places * 4).then(|| (places + places / 2).max(MIN_PLACES))
+        ((self.len + 1) * 5 > places * 4).then(|| (places + (places / 4).max(2)).max(MIN_PLACES))
     }
 
     fn home(&self, hash: BlockHash) -> usize {
-        // Maps the bits below the shard's evenly onto any number of places.
-        ((u128::from(spread(hash) << 8) * self.places.len() as u128) >> 64) as usize
+        // Maps the bits below the table's evenly onto any number of places.
+        ((u128::from(spread(hash) << SHARD_BITS) * self.places.len() as u128) >> 64) as usize
     }
 
     fn after(&self, position: usize) -> usize {
@@ -175,9 +185,12 @@ mod tests {
                 match what {
                     0..4 => {
                         let (growth, before) = (table.growth_bytes(), table.bytes());
-                        table.set(hash, value);
-                        model.insert(hash, value);
-                        prop_assert!(table.bytes() == before || table.bytes() == growth);
+                        if model.insert(hash, value).is_none() {
+                            table.insert(hash, value);
+                            prop_assert!(table.bytes() == before || table.bytes() == growth);
+                        } else {
+                            table.replace(hash, value);
+                        }
                     }
                     _ => {
                         table.remove(hash);

@@ -1,6 +1,6 @@
 //! The index against histories: whatever is lost, doubled, reordered or restarted, each claim was true at its position.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, time::Duration};
 
 use kvist_blocks::{Batch, BlockHash, Digest, Event, Incarnation, Rank, SourceKey, Tier, TierDigest};
 use proptest::prelude::*;
@@ -15,6 +15,11 @@ fn index() -> Index {
     Index::new(IndexSettings { byte_budget: 1 << 30 })
 }
 
+/// The only source's share of a prompt.
+fn overlap(index: &Index, prompt: &[BlockHash]) -> Overlap {
+    *index.lookup(prompt).iter().next().unwrap().1
+}
+
 fn stored(sequence: u64, hashes: &[u64]) -> Batch {
     let hashes = hashes.iter().copied().map(BlockHash).collect();
     Batch {
@@ -22,6 +27,17 @@ fn stored(sequence: u64, hashes: &[u64]) -> Batch {
         recorded_at_unix_nanos: 0,
         events: vec![Event::Stored { tier: Tier::Device, parent: None, hashes }],
     }
+}
+
+/// Blocks of the one prompt whose blocks are all numbers, as runs in which every block is the parent of the next.
+fn runs(tier: Tier, blocks: impl IntoIterator<Item = u64>) -> Vec<Event> {
+    let blocks: Vec<u64> = blocks.into_iter().collect();
+    let run = |run: &[u64]| Event::Stored {
+        tier,
+        parent: run[0].checked_sub(1).map(BlockHash),
+        hashes: run.iter().copied().map(BlockHash).collect(),
+    };
+    blocks.chunk_by(|left, right| left + 1 == *right).map(run).collect()
 }
 
 /// The true history of one incarnation: what was held after each batch.
@@ -140,7 +156,7 @@ proptest! {
             let held: BTreeSet<u64> = blocks.into_iter().flat_map(|(_, hashes)| hashes).map(|hash| hash.0).collect();
             prop_assert_eq!(&expected, &held);
             for block in 0..6 {
-                let overlap = &index.lookup(&[BlockHash(block)])[0];
+                let overlap = overlap(&index, &[BlockHash(block)]);
                 prop_assert_eq!(u32::from(expected.contains(&block)), overlap.matched_blocks);
                 prop_assert_eq!(status.next_sequence.checked_sub(1), overlap.applied_sequence);
             }
@@ -153,12 +169,13 @@ proptest! {
     ) {
         let index = index();
         for (worker, blocks) in held.iter().enumerate() {
-            let hashes: Vec<u64> = blocks.iter().copied().collect();
-            index.apply_batch(&key(worker), Incarnation(1), &stored(0, &hashes), 1);
+            let events = runs(Tier::Device, blocks.iter().copied());
+            let batch = Batch { sequence: 0, recorded_at_unix_nanos: 0, events };
+            index.apply_batch(&key(worker), Incarnation(1), &batch, 1);
         }
         let prompt: Vec<BlockHash> = (0..8).map(BlockHash).collect();
-        for overlap in index.lookup(&prompt) {
-            let worker: usize = overlap.source.worker.as_str()[2..].parse().unwrap();
+        for (source, overlap) in index.lookup(&prompt).iter() {
+            let worker: usize = source.worker.as_str()[2..].parse().unwrap();
             let expected = (0..8).take_while(|block| held[worker].contains(block)).count() as u32;
             prop_assert_eq!(expected, overlap.matched_blocks);
             prop_assert_eq!([expected, 0, 0, 0], overlap.tier_blocks);
@@ -172,7 +189,7 @@ fn a_gap_is_reported_and_nothing_is_claimed_beyond_it() {
     assert_eq!(Applied::Applied, index.apply_batch(&key(0), Incarnation(1), &stored(0, &[1]), 1));
     assert_eq!(Applied::Gap { expected: 1 }, index.apply_batch(&key(0), Incarnation(1), &stored(2, &[3]), 1));
     assert_eq!(SourceState::CatchingUp, index.source(&key(0)).unwrap().state);
-    assert_eq!(0, index.lookup(&[BlockHash(3)])[0].matched_blocks);
+    assert_eq!(0, overlap(&index, &[BlockHash(3)]).matched_blocks);
     assert_eq!(Applied::Duplicate, index.apply_batch(&key(0), Incarnation(1), &stored(0, &[1]), 1));
     assert_eq!(Applied::OldIncarnation, index.apply_batch(&key(0), Incarnation(0), &stored(1, &[1]), 1));
     assert_eq!(Applied::NewIncarnation, index.apply_batch(&key(0), Incarnation(2), &stored(7, &[1]), 1));
@@ -197,7 +214,7 @@ fn the_dead_are_invisible_at_once_and_swept_later() {
     index.apply_batch(&key(0), Incarnation(1), &stored(0, &[1, 2]), 1);
     index.apply_batch(&key(1), Incarnation(1), &stored(0, &[2]), 1);
     index.close(&key(0).worker, Incarnation(1));
-    assert_eq!(1, index.lookup(&[BlockHash(2)]).len());
+    assert_eq!(1, index.lookup(&[BlockHash(2)]).iter().count());
     assert_eq!(2, index.memory().blocks);
     index.collect_garbage();
     assert_eq!((1, 1), (index.memory().blocks, index.memory().holders));
@@ -238,6 +255,7 @@ enum Happening {
     Snapshot,
     Restart,
     Sweep,
+    Scrub(u64),
 }
 
 fn happenings() -> impl Strategy<Value = Vec<(usize, Happening)>> {
@@ -249,6 +267,7 @@ fn happenings() -> impl Strategy<Value = Vec<(usize, Happening)>> {
         2 => Just(Happening::Snapshot),
         1 => Just(Happening::Restart),
         1 => Just(Happening::Sweep),
+        2 => (1u64..150).prop_map(Happening::Scrub),
     ];
     prop::collection::vec((0usize..5, happening), 0..80)
 }
@@ -260,15 +279,14 @@ proptest! {
     ) {
         let index = Index::new(IndexSettings { byte_budget });
         let mut truths = vec![Truth { incarnation: 1, next_sequence: 0, held: BTreeSet::new() }; 5];
-        for (worker, happening) in happenings {
+        let steps = happenings.len();
+        for (step, (worker, happening)) in happenings.into_iter().enumerate() {
             let truth = &mut truths[worker];
             let mut events = Vec::new();
             match happening {
                 Happening::Store { first, blocks, tier } => {
                     let new = (first..first + blocks).filter(|block| truth.held.insert((tier, *block)));
-                    let hashes: Vec<BlockHash> = new.map(BlockHash).collect();
-                    let parent = first.checked_sub(1).map(BlockHash);
-                    events.push(Event::Stored { tier, parent, hashes });
+                    events.extend(runs(tier, new));
                 }
                 Happening::Remove { choice, blocks } => {
                     for step in 0..blocks {
@@ -291,6 +309,10 @@ proptest! {
                     *truth = Truth { incarnation: truth.incarnation + 1, next_sequence: 0, held: BTreeSet::new() };
                 }
                 Happening::Sweep => index.collect_garbage(),
+                // Some parts of a round, so that it goes on beside all that happens.
+                Happening::Scrub(seconds) => {
+                    prop_assert_eq!(Vec::<Divergence>::new(), index.scrub(Duration::from_secs(seconds)));
+                }
             }
             if !events.is_empty() {
                 let batch = Batch { sequence: truth.next_sequence, recorded_at_unix_nanos: 0, events };
@@ -301,9 +323,16 @@ proptest! {
 
             let prompt: Vec<BlockHash> = (0..45).map(BlockHash).collect();
             let overlaps = index.lookup(&prompt);
-            prop_assert_eq!(index.sources().len(), overlaps.len());
-            for overlap in overlaps {
-                let worker: usize = overlap.source.worker.as_str()[2..].parse().unwrap();
+            prop_assert_eq!(index.sources().len(), overlaps.iter().count());
+            // All sources at the end; before that the one that changed, since a snapshot walks the whole map.
+            let is_last = step + 1 == steps;
+            for (source, overlap) in overlaps.iter() {
+                prop_assert_eq!(Some(overlap), overlaps.get(&source.worker, source.rank));
+                let of: usize = source.worker.as_str()[2..].parse().unwrap();
+                if of != worker && !is_last {
+                    continue;
+                }
+                let worker = of;
                 let truth = &truths[worker];
                 let (status, blocks) = index.snapshot_of(&key(worker)).unwrap();
                 let kept: BTreeSet<(Tier, u64)> =
@@ -313,7 +342,6 @@ proptest! {
                 prop_assert_eq!(0, status.unknown_removals);
                 let expected = if status.given_up_blocks > 0 { SourceState::Truncated } else { SourceState::Exact };
                 prop_assert_eq!(expected, status.state);
-                prop_assert_eq!(Some(true), index.scrub(&key(worker)));
                 let (incarnation, next) = (Incarnation(truth.incarnation), truth.next_sequence);
                 let verdict = index.apply_digest(&key(worker), incarnation, next, &truth.digests(), true, 1);
                 prop_assert_eq!(DigestVerdict::Equal, verdict);
@@ -323,6 +351,8 @@ proptest! {
                 prop_assert_eq!(Tier::ALL.map(|tier| run(&|block| kept.contains(&(tier, block)))), overlap.tier_blocks);
             }
         }
+        prop_assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD));
+        prop_assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD));
         index.collect_garbage();
         let kept = |key: &SourceKey| -> BTreeSet<u64> {
             index.snapshot_of(key).unwrap().1.into_iter().flat_map(|(_, hashes)| hashes).map(|hash| hash.0).collect()
@@ -381,7 +411,7 @@ fn a_block_and_holder_cost_at_most_32_bytes_while_growing_and_under_churn() {
 fn a_snapshot_is_seen_whole_or_not_at_all() {
     let index = index();
     index.apply_batch(&key(0), Incarnation(1), &stored(0, &[1]), 1);
-    let matched = |block: u64| index.lookup(&[BlockHash(block)])[0].matched_blocks;
+    let matched = |block: u64| overlap(&index, &[BlockHash(block)]).matched_blocks;
 
     let id = index.begin_snapshot(&key(0), Incarnation(1), 5, true).unwrap();
     assert!(index.snapshot_chunk(id, Tier::Device, &[BlockHash(2)]));
@@ -430,7 +460,7 @@ fn sweeps_and_look_ups_run_beside_batches() {
                         index.apply_batch(&key(worker), Incarnation(incarnation), &batch, 1);
                         // A source holds a beginning of the prompt as long as its sequence says.
                         let prompt: Vec<BlockHash> = (0..20).map(real_hash).map(BlockHash).collect();
-                        for overlap in index.lookup(&prompt) {
+                        for (_, overlap) in index.lookup(&prompt).iter() {
                             assert_eq!(
                                 overlap.applied_sequence.map_or(0, |last| last as u32 + 1),
                                 overlap.matched_blocks
@@ -444,4 +474,229 @@ fn sweeps_and_look_ups_run_beside_batches() {
     });
     index.collect_garbage();
     assert_eq!((20, 60), (index.memory().blocks, index.memory().holders));
+}
+
+#[test]
+fn a_scrub_finds_what_no_batch_has_told() {
+    let index = index();
+    let hashes: Vec<u64> = (0..500).map(real_hash).collect();
+    for worker in 0..2 {
+        index.apply_batch(&key(worker), Incarnation(1), &stored(0, &hashes), 1);
+    }
+    assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD));
+    index.lose_silently(&key(1), BlockHash(hashes[7]));
+    let expected = Divergence { source: key(1), incarnation: Incarnation(1), blocks: 1 };
+    assert_eq!(vec![expected], index.scrub(SCRUB_PERIOD));
+    assert_eq!(vec![0, 1], index.sources().iter().map(|source| source.divergent_blocks).collect::<Vec<_>>());
+    assert_eq!(SourceState::CatchingUp, index.source(&key(1)).unwrap().state);
+
+    // The ledger's next digest does not match, and the snapshot that follows mends it.
+    let mut digest = Digest::default();
+    hashes.iter().for_each(|hash| digest.add(BlockHash(*hash)));
+    let tiers = [TierDigest { tier: Tier::Device, block_count: 500, digest }];
+    assert_eq!(DigestVerdict::Mismatch, index.apply_digest(&key(1), Incarnation(1), 1, &tiers, true, 1));
+    let blocks = [(Tier::Device, hashes.into_iter().map(BlockHash).collect())];
+    assert!(index.apply_snapshot(&key(1), Incarnation(1), 1, &blocks, true, 1));
+    assert_eq!(DigestVerdict::Equal, index.apply_digest(&key(1), Incarnation(1), 1, &tiers, true, 1));
+    assert_eq!(0, index.source(&key(1)).unwrap().divergent_blocks);
+    assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD));
+}
+
+/// Hashes of a prompt that is given by what each of its blocks contains.
+fn chain(contents: &[u64]) -> Vec<BlockHash> {
+    let mut parent = 0;
+    let hash = |content: &u64| {
+        parent = real_hash(parent ^ (content + 1));
+        BlockHash(parent)
+    };
+    contents.iter().map(hash).collect()
+}
+
+/// A prompt that shares a beginning with others: some blocks of the trunk, then some of one branch.
+fn prompt_of((trunk, branch, tail): (usize, u64, usize)) -> Vec<BlockHash> {
+    let contents: Vec<u64> = (0..trunk).map(|_| 0).chain((0..tail).map(|_| branch)).collect();
+    chain(&contents)
+}
+
+#[derive(Clone, Debug)]
+enum Turn {
+    /// Stores what is missing of a prompt, as far as some block.
+    Store {
+        worker: usize,
+        prompt: (usize, u64, usize),
+        tier: Tier,
+    },
+    /// Evicts some blocks from the end, or from anywhere.
+    Evict {
+        worker: usize,
+        prompt: (usize, u64, usize),
+        from: usize,
+        blocks: usize,
+    },
+    /// A snapshot says which blocks there are, but not how they follow each other.
+    Snapshot {
+        worker: usize,
+    },
+    Clear {
+        worker: usize,
+        tier: Option<Tier>,
+    },
+    Sweep,
+}
+
+fn turns() -> impl Strategy<Value = Vec<Turn>> {
+    let prompt = || (0usize..400, 1u64..4, 0usize..300);
+    let tier = || prop_oneof![4 => Just(Tier::Device), 1 => Just(Tier::Disk)];
+    let turn = prop_oneof![
+        8 => (0usize..70, prompt(), tier()).prop_map(|(worker, prompt, tier)| Turn::Store { worker, prompt, tier }),
+        5 => (0usize..70, prompt(), 0usize..700, 1usize..200)
+            .prop_map(|(worker, prompt, from, blocks)| Turn::Evict { worker, prompt, from, blocks }),
+        1 => (0usize..70).prop_map(|worker| Turn::Snapshot { worker }),
+        1 => (0usize..70, prop::option::of(tier())).prop_map(|(worker, tier)| Turn::Clear { worker, tier }),
+        1 => Just(Turn::Sweep),
+    ];
+    prop::collection::vec(turn, 1..40)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn long_prompts_with_branches_and_holes_are_looked_up_exactly(
+        turns in turns(), asked in prop::collection::vec((0usize..400, 1u64..4, 0usize..300), 4),
+        byte_budget in prop_oneof![3 => Just(1u64 << 30), 1 => 4_000..40_000u64],
+    ) {
+        let index = Index::new(IndexSettings { byte_budget });
+        let mut truths: Vec<(u64, BTreeSet<(Tier, BlockHash)>)> = vec![(0, BTreeSet::new()); 70];
+        for turn in turns {
+            let (worker, events) = match turn {
+                Turn::Store { worker, prompt, tier } => {
+                    let (held, hashes) = (&mut truths[worker].1, prompt_of(prompt));
+                    // One event for each run of blocks that are new, as a ledger tells it.
+                    let mut runs: Vec<(Option<BlockHash>, Vec<BlockHash>)> = Vec::new();
+                    let mut was_new = false;
+                    for (position, hash) in hashes.iter().enumerate() {
+                        let is_new = held.insert((tier, *hash));
+                        match runs.last_mut() {
+                            Some((_, run)) if is_new && was_new => run.push(*hash),
+                            _ if is_new => {
+                                runs.push((position.checked_sub(1).map(|before| hashes[before]), vec![*hash]));
+                            }
+                            _ => {}
+                        }
+                        was_new = is_new;
+                    }
+                    let event = |(parent, hashes)| Event::Stored { tier, parent, hashes };
+                    (worker, runs.into_iter().map(event).collect::<Vec<_>>())
+                }
+                Turn::Evict { worker, prompt, from, blocks } => {
+                    let held = &mut truths[worker].1;
+                    let gone = prompt_of(prompt).into_iter().skip(from).take(blocks).rev();
+                    let gone: Vec<BlockHash> = gone.filter(|hash| held.remove(&(Tier::Device, *hash))).collect();
+                    (worker, vec![Event::Removed { tier: Tier::Device, hashes: gone }])
+                }
+                Turn::Snapshot { worker } => {
+                    let (next, held) = &truths[worker];
+                    let of = |tier: Tier| {
+                        (tier, held.iter().filter(|(of, _)| *of == tier).map(|(_, hash)| *hash).collect::<Vec<_>>())
+                    };
+                    let blocks: Vec<_> = Tier::ALL.into_iter().map(of).collect();
+                    prop_assert!(index.apply_snapshot(&key(worker), Incarnation(1), *next, &blocks, true, 1));
+                    continue;
+                }
+                Turn::Clear { worker, tier } => {
+                    truths[worker].1.retain(|(of, _)| tier.is_some_and(|tier| tier != *of));
+                    (worker, vec![Event::Cleared { tier }])
+                }
+                Turn::Sweep => {
+                    index.collect_garbage();
+                    prop_assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD / 3));
+                    continue;
+                }
+            };
+            let batch = Batch { sequence: truths[worker].0, recorded_at_unix_nanos: 0, events };
+            prop_assert_eq!(Applied::Applied, index.apply_batch(&key(worker), Incarnation(1), &batch, 1));
+            truths[worker].0 += 1;
+            prop_assert!(index.memory().bytes <= byte_budget);
+        }
+        // Asked twice, since a look-up tells what it has seen.
+        for asked in asked.iter().chain(&asked) {
+            let prompt = prompt_of(*asked);
+            for (source, overlap) in index.lookup(&prompt).iter() {
+                let worker: usize = source.worker.as_str()[2..].parse().unwrap();
+                let held = &truths[worker].1;
+                let run = |holds: &dyn Fn(&BlockHash) -> bool| prompt.iter().take_while(|hash| holds(hash)).count() as u32;
+                let tiers = Tier::ALL.map(|tier| run(&|hash| held.contains(&(tier, *hash))));
+                let any = run(&|hash| Tier::ALL.iter().any(|tier| held.contains(&(*tier, *hash))));
+                if overlap.state == SourceState::Truncated {
+                    prop_assert!(overlap.matched_blocks <= any);
+                    prop_assert!(overlap.tier_blocks.iter().zip(tiers).all(|(claimed, held)| *claimed <= held));
+                } else {
+                    prop_assert_eq!((any, tiers), (overlap.matched_blocks, overlap.tier_blocks));
+                }
+            }
+        }
+        prop_assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD));
+        prop_assert_eq!(Vec::<Divergence>::new(), index.scrub(SCRUB_PERIOD));
+    }
+}
+
+#[test]
+fn who_tells_a_wrong_order_does_not_spoil_what_others_hold() {
+    let index = index();
+    let run = |parent: Option<u64>, blocks: &[u64]| Event::Stored {
+        tier: Tier::Device,
+        parent: parent.map(BlockHash),
+        hashes: blocks.iter().copied().map(BlockHash).collect(),
+    };
+    let apply = |worker: usize, event: Event| {
+        let batch = Batch { sequence: 0, recorded_at_unix_nanos: 0, events: vec![event] };
+        index.apply_batch(&key(worker), Incarnation(1), &batch, 1);
+    };
+    apply(0, run(None, &[1, 9, 3, 4]));
+    apply(1, run(None, &[1, 2, 3, 4, 5]));
+    let prompt: Vec<BlockHash> = (1..6).map(BlockHash).collect();
+    let overlaps = index.lookup(&prompt);
+    assert_eq!(vec![1, 5], overlaps.iter().map(|(_, overlap)| overlap.matched_blocks).collect::<Vec<_>>());
+}
+
+#[test]
+fn readers_see_a_source_only_as_it_was_at_its_stated_sequence() {
+    // After batch n, the source holds the first blocks of the prompt, as many as n says.
+    const BLOCKS: usize = 300;
+    let held_after = |sequence: u64| (sequence as usize * 37 + 11) % BLOCKS;
+    let prompt = chain(&[0; BLOCKS]);
+    let index = index();
+    let is_done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !is_done.load(std::sync::atomic::Ordering::Relaxed) {
+                    for (_, overlap) in index.lookup(&prompt).iter() {
+                        let expected = overlap.applied_sequence.map_or(0, held_after);
+                        assert_eq!(expected, overlap.matched_blocks as usize);
+                    }
+                }
+            });
+        }
+        let mut held = 0;
+        for sequence in 0..3_000 {
+            let now = held_after(sequence);
+            let event = if now > held {
+                let parent = held.checked_sub(1).map(|before| prompt[before]);
+                Event::Stored { tier: Tier::Device, parent, hashes: prompt[held..now].to_vec() }
+            } else {
+                Event::Removed { tier: Tier::Device, hashes: prompt[now..held].iter().rev().copied().collect() }
+            };
+            held = now;
+            for worker in 0..3 {
+                let batch = Batch { sequence, recorded_at_unix_nanos: 0, events: vec![event.clone()] };
+                assert_eq!(Applied::Applied, index.apply_batch(&key(worker), Incarnation(1), &batch, 1));
+            }
+            if sequence % 500 == 0 {
+                index.collect_garbage();
+            }
+        }
+        is_done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }

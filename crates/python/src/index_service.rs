@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use kvist_blocks::{BlockHash, HashSeed, Incarnation, Namespace, WorkerUid};
+use kvist_blocks::{BlockHash, HashSeed, Incarnation, Namespace, SourceKey, WorkerUid};
 use kvist_errors::{Code, KvistError};
 use kvist_events::{BusSettings, FeedSettings, FeedWorker, IndexFeed, bootstrap_chunks, convert};
 use kvist_index::{Index, IndexSettings, Overlap};
@@ -129,7 +129,7 @@ impl IndexService {
         let answer = py.detach(|| {
             let hashes = hashes_of(request, hash_seed)?;
             let overlaps = self.index.lookup(&hashes);
-            let matches = overlaps.iter().filter(|overlap| overlap.matched_blocks > 0).map(to_match);
+            let matches = overlaps.iter().filter(|(_, overlap)| overlap.matched_blocks > 0).map(to_match);
             let prompt_blocks = u32::try_from(hashes.len()).unwrap_or(u32::MAX);
             Ok(LookupResponse { matches: matches.collect(), prompt_blocks, ..LookupResponse::default() })
         });
@@ -188,13 +188,13 @@ fn hashes_of(request: LookupRequest, hash_seed: u64) -> Result<Vec<BlockHash>, K
     }
 }
 
-fn to_match(overlap: &Overlap) -> SourceMatch {
+fn to_match((source, overlap): (&SourceKey, &Overlap)) -> SourceMatch {
     let matches = kvist_blocks::Tier::ALL.iter().filter_map(|tier| {
         let blocks = overlap.tier_blocks[tier.position()];
         (blocks > 0).then(|| TierMatch { tier: tier.to_number(), blocks })
     });
     SourceMatch {
-        source: Some(convert::source_to(&overlap.source, overlap.incarnation)),
+        source: Some(convert::source_to(source, overlap.incarnation)),
         state: convert::state_to(overlap.state).into(),
         next_sequence: overlap.applied_sequence.map_or(0, |sequence| sequence.saturating_add(1)),
         matches: matches.collect(),

@@ -1,6 +1,10 @@
 //! What a router does beside requests, once a second: leases end, keys are read again, gauges are set.
 
-use std::{collections::HashMap, sync::Arc, time::Instant};
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kvist_index::SourceState;
 use kvist_link::LinkState;
@@ -16,9 +20,12 @@ use crate::{
 /// Seconds between two sweeps of the index.
 const SECONDS_A_SWEEP: u64 = 10;
 
+/// How much time passes between two parts of a scrub.
+const SCRUB_TICK: Duration = Duration::from_secs(1);
+
 /// Runs until the router is stopped.
 pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
-    let mut tick = tokio::time::interval(std::time::Duration::from_secs(1));
+    let mut tick = tokio::time::interval(SCRUB_TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for second in 0u64.. {
         tokio::select! {
@@ -32,6 +39,15 @@ pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
             Err(error) => tracing::error!(%error, "api_keys_not_reloaded"),
         }
         set_gauges(&core);
+        for found in core.index().scrub(SCRUB_TICK) {
+            tracing::error!(
+                worker = %found.source.worker,
+                rank = found.source.rank.0,
+                incarnation = found.incarnation.0,
+                blocks = found.blocks,
+                "index_source_diverged"
+            );
+        }
         if second % SECONDS_A_SWEEP == 0 {
             let index = Arc::clone(core.index());
             // Walks the whole map.
@@ -75,6 +91,7 @@ fn set_gauges(core: &RouterCore) {
     metrics.index_blocks.set(memory.blocks as i64);
     metrics.index_bytes.set(memory.bytes as i64);
     metrics.index_byte_budget.set(memory.byte_budget as i64);
+    metrics.index_divergence_blocks.set(sources.iter().map(|source| source.divergent_blocks as i64).sum());
     let exact = sources.iter().filter(|source| source.state.is_exact()).count();
     let share = if sources.is_empty() { 1.0 } else { exact as f64 / sources.len() as f64 };
     let predicted = metrics.predicted_cached_tokens.get();

@@ -57,6 +57,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) index_blocks: Gauge,
     pub(crate) index_bytes: Gauge,
     pub(crate) index_byte_budget: Gauge,
+    pub(crate) index_divergence_blocks: Gauge,
     pub(crate) kv_awareness: Gauge<f64, AtomicU64>,
 }
 
@@ -115,6 +116,11 @@ impl RouterMetrics {
             index_blocks: metrics.register(names::INDEX_BLOCKS, "Distinct blocks.", Gauge::default()),
             index_bytes: metrics.register(names::INDEX_BYTES, "Bytes of the index.", Gauge::default()),
             index_byte_budget: metrics.register(names::INDEX_BYTE_BUDGET, "Most bytes.", Gauge::default()),
+            index_divergence_blocks: metrics.register(
+                names::INDEX_DIVERGENCE_BLOCKS,
+                "Blocks by which sources differ from their ledgers or from their own account, at least, until mended.",
+                Gauge::default(),
+            ),
             kv_awareness: metrics.register(
                 names::KV_AWARENESS,
                 "Share of exact sources times delivered over predicted hits.",

@@ -1,14 +1,13 @@
 //! The choice of a target for a tokenized prompt, and the reservation that goes with it.
 
 use std::{
-    collections::HashMap,
     sync::{Arc, OnceLock},
     time::{Duration, Instant, SystemTime},
 };
 
 use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
-use kvist_index::{Holder, Index, Overlap, RecentDecisions};
+use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
 use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
 use kvist_schedule::{Candidate, ReservationId, Reservations, TargetId, TargetPromise, decide};
 use kvist_text::ModelText;
@@ -150,15 +149,16 @@ pub(crate) struct Selector {
 #[derive(Default)]
 struct Matches {
     hashes: Vec<BlockHash>,
-    overlaps: HashMap<TargetId, Overlap>,
-    recent: Vec<kvist_index::RecentOverlap>,
+    /// None for a prompt without a block that a cache can serve.
+    overlaps: Option<Overlaps>,
+    recent: Vec<RecentOverlap>,
 }
 
 impl Matches {
     /// Blocks that recent decisions have sent to a target; how old a decision may be depends on what the index knows.
     fn recent_blocks(&self, node: &WorkerNode, target: &TargetId, is_exact: bool) -> usize {
         let valid_for = if is_exact { RECENT_BESIDE_EXACT } else { RECENT_WITHOUT_EXACT };
-        let is_of_target = |overlap: &&kvist_index::RecentOverlap| {
+        let is_of_target = |overlap: &&RecentOverlap| {
             let Holder { source, incarnation } = &*overlap.holder;
             source.worker == target.worker && source.rank == target.rank && *incarnation == node.incarnation
         };
@@ -229,7 +229,7 @@ impl Selector {
                 let target = TargetId { worker: node.uid.clone(), rank: Rank(rank) };
                 let overlap = lookups
                     .get(position)
-                    .and_then(|(_, _, matches)| matches.overlaps.get(&target))
+                    .and_then(|(_, _, matches)| matches.overlaps.as_ref()?.get(&target.worker, target.rank))
                     .filter(|overlap| overlap.incarnation == node.incarnation);
                 let matched = overlap.map_or(0, |overlap| (overlap.matched_blocks as usize).min(usable));
                 let is_exact = overlap.is_some_and(|overlap| overlap.state.is_exact());
@@ -336,11 +336,7 @@ impl Selector {
         }
         let root = Namespace::new(namespace, &demand.adapter, &demand.cache_salt).root(view.seed());
         let hashes = block_hashes(root, demand.tokens.get(..usable * block_size).unwrap_or_default(), block_size);
-        let overlaps =
-            self.index.lookup(&hashes).into_iter().map(|overlap| {
-                (TargetId { worker: overlap.source.worker.clone(), rank: overlap.source.rank }, overlap)
-            });
-        let overlaps = overlaps.collect();
+        let overlaps = Some(self.index.lookup(&hashes));
         let recent = self.recent.lock().look_up(self.started.elapsed(), &hashes);
         Matches { hashes, overlaps, recent }
     }
