@@ -60,7 +60,7 @@ def test_the_view_is_live_and_ctrl_c_ends_everything(tmp_path: Path) -> None:
         processes = [*cluster.record()["process_ids"].values(), *(w["process_id"] for w in cluster.workers().values())]
         assert 7 == len(processes)
         os.write(terminal, CTRL_C)
-        assert "stopping" in read_until(terminal, None)
+        assert "stopped" in read_until(terminal, None)
         _, status = os.waitpid(process_id, 0)
         assert 0 == os.waitstatus_to_exitcode(status)
         assert not [one for one in processes if psutil.pid_exists(one)]

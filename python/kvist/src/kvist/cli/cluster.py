@@ -92,6 +92,7 @@ async def supervise(layout: Layout, spec: ClusterSpec) -> None:
     finally:
         showing.cancel()
         await asyncio.wait([showing])
+    typer.echo("stopped", err=True)
 
 
 async def show_live(layout: Layout, spec: ClusterSpec, terminal: Console) -> None:
