@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import openai
 import pytest
+import structlog
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from kvist import telemetry
 from kvist.router.v1 import router_pb2, router_pb2_grpc
+from kvist.settings import TelemetrySettings
 from support.embedded import EmbeddedCluster, eventually
 
 
@@ -105,6 +111,39 @@ def test_commands_print_what_programs_can_read(cluster: EmbeddedCluster) -> None
     cluster.kvist("chat", "hello", "--endpoint=127.0.0.1:1", code=5)
     talk = cluster.kvist("chat", "hello", "--max-tokens=4")
     assert "4 generated" in talk
+
+
+def test_the_routers_request_line_has_the_schema_of_pythons_logs(cluster: EmbeddedCluster) -> None:
+    answer = cluster.client().completions.create(model="sim", prompt="hello", max_tokens=2)
+    request_id = answer.id.removeprefix("cmpl-")
+    log = cluster.home / "logs" / "router.log"
+
+    def lines() -> list[dict[str, object]]:
+        # Whole lines: the last one may be half written.
+        return [json.loads(line) for line in log.read_text().rpartition("\n")[0].splitlines()]
+
+    by_rust = eventually(
+        "the line is written", lambda: next((line for line in lines() if line.get("request_id") == request_id), None)
+    )
+    by_python = next(line for line in lines() if line["event"] == "listening")
+    output = io.StringIO()
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    try:
+        settings = TelemetrySettings(log_format="json")
+        telemetry.configure_logging(settings, service="kvist-router", instance="router-0", stream=output)
+        telemetry.log_canonical_line(telemetry.logger("kvist.request"), outcome="length")
+    finally:
+        root.handlers, root.level = handlers, level
+        structlog.reset_defaults()
+    canonical = json.loads(output.getvalue())
+    # What Python would write is in the line of Rust, under the same names and in the same forms.
+    assert canonical.keys() <= by_rust.keys()
+    for name in ("event", "level", "logger", "service", "instance", "outcome"):
+        assert canonical[name] == by_rust[name]
+    assert re.sub(r"\d", "0", canonical["timestamp"]) == re.sub(r"\d", "0", by_rust["timestamp"])
+    # And both halves of the process call themselves alike.
+    assert (by_python["service"], by_python["instance"]) == (by_rust["service"], by_rust["instance"])
 
 
 def test_a_client_that_leaves_frees_the_engine(cluster: EmbeddedCluster) -> None:
