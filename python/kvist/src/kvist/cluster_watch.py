@@ -1,23 +1,19 @@
 """Following the cluster state of whichever controller leads, again after each break."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import count
 from typing import TYPE_CHECKING
 
 import grpc
 
 from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion, WatchClusterRequest, WatchClusterResponse
-from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.controllers import try_controllers
 from kvist.errors import from_rpc_error
 from kvist.telemetry import logger
 
 if TYPE_CHECKING:
     from kvist.controller.v1.controller_pb2_grpc import ControllerServiceAsyncStub
 
-FIRST_RETRY_SECONDS = 0.1
-LONGEST_RETRY_SECONDS = 2.0
 # A controller that stands by answers at once; one that is frozen does not.
 CONNECT_TIME_LIMIT_SECONDS = 5.0
 
@@ -42,17 +38,7 @@ class ClusterWatch:
 
     async def run(self, controllers: Sequence[grpc.aio.Channel]) -> None:
         """Watches one controller after another, for ever."""
-        retry_seconds = FIRST_RETRY_SECONDS
-        for attempt in count():
-            was_connected = False
-            try:
-                was_connected = await self._watch(ControllerServiceStub(controllers[attempt % len(controllers)]))
-            except grpc.aio.AioRpcError as failure:
-                _log.warning("cluster_watch_failed", error_code=from_rpc_error(failure).code)
-            except TimeoutError:
-                _log.warning("cluster_watch_failed", error_code="DEADLINE_EXCEEDED")
-            retry_seconds = FIRST_RETRY_SECONDS if was_connected else min(retry_seconds * 2, LONGEST_RETRY_SECONDS)
-            await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))  # noqa: S311  Jitter, no secret.
+        await try_controllers(controllers, self._watch, failure_event="cluster_watch_failed")
 
     async def _watch(self, stub: "ControllerServiceAsyncStub") -> bool:
         """One stream to its end; returns whether it was open."""

@@ -1,10 +1,8 @@
 """The agent's session with the controller that leads: heartbeats out, assignments in, again after each break."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,7 +16,7 @@ from kvist.controller.v1.controller_pb2 import (
     RegisterWelcome,
     WorkerVerdict,
 )
-from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.controllers import try_controllers
 from kvist.errors import PreconditionError, from_rpc_error
 from kvist.telemetry import logger
 from kvist_agent.inventory import read_load
@@ -27,8 +25,6 @@ from kvist_agent.slots import WorkerSlots
 if TYPE_CHECKING:
     from kvist.controller.v1.controller_pb2_grpc import ControllerServiceAsyncStub
 
-FIRST_RETRY_SECONDS = 0.1
-LONGEST_RETRY_SECONDS = 2.0
 DEFAULT_HEARTBEAT_SECONDS = 2.0
 # Without any answer to an open session for this long, another controller is tried.
 WELCOME_TIME_LIMIT_SECONDS = 5.0
@@ -70,17 +66,7 @@ class ControllerSession:
 
     async def run(self, controllers: list[grpc.aio.Channel]) -> None:
         """Registers with one controller after another, for ever."""
-        retry_seconds = FIRST_RETRY_SECONDS
-        for attempt in count():
-            channel = controllers[attempt % len(controllers)]
-            was_welcome = False
-            try:
-                was_welcome = await self._register(ControllerServiceStub(channel))
-            except grpc.aio.AioRpcError as failure:
-                _log.warning("session_failed", error_code=from_rpc_error(failure).code)
-            retry_seconds = FIRST_RETRY_SECONDS if was_welcome else min(retry_seconds * 2, LONGEST_RETRY_SECONDS)
-            self._assignment_number = 0
-            await asyncio.sleep(retry_seconds * random.uniform(0.5, 1.0))  # noqa: S311  Jitter, no secret.
+        await try_controllers(controllers, self._register, failure_event="session_failed")
 
     async def _register(self, stub: "ControllerServiceAsyncStub") -> bool:
         """One session to its end; returns whether the controller took part."""
@@ -95,9 +81,6 @@ class ControllerSession:
                     return is_welcome
                 is_welcome = True
                 self._take(response)
-        except TimeoutError:
-            _log.warning("session_failed", error_code="DEADLINE_EXCEEDED")
-            return False
         except grpc.aio.AioRpcError as failure:
             if not is_welcome:
                 raise
@@ -106,6 +89,8 @@ class ControllerSession:
         finally:
             ended.set()
             call.cancel()
+            # What an earlier session was told says nothing to the next controller.
+            self._assignment_number = 0
 
     async def _requests(self, ended: asyncio.Event) -> AsyncIterator[RegisterRequest]:
         """Hello, then a heartbeat on each change and at each interval."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -98,14 +99,16 @@ async def supervise(layout: Layout, spec: ClusterSpec) -> None:
 async def show_live(layout: Layout, spec: ClusterSpec, terminal: Console) -> None:
     """Redraws the view until cancelled. Once the cluster answers, lines to copy stand above it and stay there."""
     is_invited = False
-    with Live(console=terminal, auto_refresh=False) as live:
+    async with AsyncExitStack() as stack:
+        live = stack.enter_context(Live(console=terminal, auto_refresh=False))
+        observer: Observer | None = None
         while True:
             record = ClusterRecord.read(layout)
             if record is not None:
-                seen = Observation()
-                if {"controller", "router"} <= record.addresses.keys():
-                    async with Observer(record.addresses) as observer:
-                        seen = await observer.look()
+                if observer is None and {"controller", "router"} <= record.addresses.keys():
+                    # A process that is started again listens where it did, so the channels last.
+                    observer = await stack.enter_async_context(Observer(record.addresses))
+                seen = Observation() if observer is None else await observer.look()
                 if record.phase == "ready" and not is_invited:
                     is_invited = True
                     # The terminal wraps, not the view: a line that is copied must be one line.
