@@ -38,3 +38,12 @@ pub enum Event {
         tier: Option<Tier>,
     },
 }
+
+/// Blocks that are held, each the parent of the next: how a snapshot tells what follows what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The block before the first; none when the first starts a prompt, or when what is before it is not known.
+    pub parent: Option<BlockHash>,
+    /// In prompt order.
+    pub hashes: Vec<BlockHash>,
+}

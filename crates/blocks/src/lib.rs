@@ -9,7 +9,7 @@ mod digest;
 mod hash;
 mod source;
 
-pub use batch::{Batch, Event};
+pub use batch::{Batch, Event, Run};
 pub use digest::{Digest, TierDigest};
 pub use hash::{BlockHash, BlockHasher, HashSeed, Namespace, block_hashes, usable_blocks};
 pub use source::{Incarnation, Rank, Sequence, SourceKey, Tier, WorkerUid};
