@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -12,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import grpc
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.embedded import EmbeddedCluster, eventually
 
@@ -71,6 +72,24 @@ def is_up_again(cluster: EmbeddedCluster, name: str, before: int) -> bool:
     return cluster.process_id(name) not in {0, before}
 
 
+def awareness(cluster: EmbeddedCluster) -> tuple[bool, str]:
+    [known] = [model["kv_awareness"] for model in cluster.json("status", "--json")["models"]]
+    return known["aware"], known["reason"]
+
+
+def health(cluster: EmbeddedCluster, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+    with grpc.insecure_channel(cluster.address("router")) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status
+
+
+def metric(cluster: EmbeddedCluster, name: str) -> float:
+    url = f"http://{cluster.address('router_admin')}/metrics"
+    lines = urllib.request.urlopen(url, timeout=10).read().decode().splitlines()
+    [value] = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name} ")]
+    return float(value)
+
+
 def test_nats_may_stop_and_start(cluster: EmbeddedCluster) -> None:
     before = cluster.process_id("nats")
     with load(cluster) as outcome:
@@ -78,11 +97,25 @@ def test_nats_may_stop_and_start(cluster: EmbeddedCluster) -> None:
         os.kill(before, signal.SIGSTOP)
         answered = outcome.answered
         eventually("requests go on without NATS", lambda: outcome.answered > answered + 50)
+        # Knowledge that is lost alarms, and takes nobody out of service.
+        eventually(
+            "the router says that it knows too little", lambda: awareness(cluster) == (False, "few_exact_sources")
+        )
+        assert health(cluster, "kvist.kv_awareness/sim") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert health(cluster, "") == health_pb2.HealthCheckResponse.SERVING
+        assert 0 == metric(cluster, 'kvist_kv_aware{model="sim"}')
+        assert cluster.json("status", "--json")["healthy"]
+        assert "0 of 8 workers' caches are known exactly" in " ".join(cluster.kvist("status").split())
+        answered = outcome.answered
+        eventually("requests still go on", lambda: outcome.answered > answered + 20)
         cluster.kill("nats")
         eventually("NATS is back", lambda: is_up_again(cluster, "nats", before))
     assert [] == outcome.failures
     ended_at = time.monotonic()
     eventually("all is known exactly", lambda: cluster.kv_is_equal(WORKERS))
+    eventually("the router says that it knows", lambda: awareness(cluster) == (True, ""))
+    assert health(cluster, "kvist.kv_awareness/sim") == health_pb2.HealthCheckResponse.SERVING
+    assert 1 == metric(cluster, 'kvist_kv_aware{model="sim"}')
     assert WORKERS == cluster.kvist("kv", "audit").count(" EQUAL at batch ")
     print(f"all exact {time.monotonic() - ended_at:.1f} s after the load's end; {outcome.answered} answered")
 
@@ -111,9 +144,6 @@ def test_the_router_may_be_killed(cluster: EmbeddedCluster) -> None:
         # Those that ran in the killed process, and those that found nobody until it was back; none after that.
         assert failures == len(outcome.failures)
     # Its index came from the KV master, not from eight workers.
-    metrics = urllib.request.urlopen(f"http://{cluster.address('router_admin')}/metrics", timeout=10).read().decode()
-    bootstrapped = re.search(r"^kvist_index_bootstrapped_sources_total (\d+)", metrics, re.MULTILINE)
-    assert bootstrapped is not None
-    assert int(bootstrapped[1]) >= WORKERS
+    assert metric(cluster, "kvist_index_bootstrapped_sources_total") >= WORKERS
     assert {openai.APIConnectionError} >= {type(failure) for failure in outcome.failures}
     eventually("all is known exactly", lambda: cluster.kv_is_equal(WORKERS))

@@ -1,6 +1,7 @@
 //! The router: cluster state in, requests to targets.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::{
         Arc,
@@ -23,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     answer::{Answer, AnswerSettings},
+    awareness::Awareness,
     cluster::{ClusterView, Connector, ModelView, StateVersion, decode_state, version_of},
     explain::Explanations,
     feed::FeedKeeper,
@@ -66,6 +68,11 @@ pub struct RouterCore {
     pub(crate) explanations: Explanations,
     pub(crate) quarantine: Quarantine,
     pub(crate) leases: Leases,
+    pub(crate) awareness: Awareness,
+    /// Models by name, with whether their caches are known.
+    pub(crate) aware_models: watch::Sender<BTreeMap<Arc<str>, bool>>,
+    /// The moment from which durations count.
+    pub(crate) started: Instant,
     pub(crate) metrics: RouterMetrics,
     /// None without a bus.
     pub(crate) feed_metrics: Option<FeedMetrics>,
@@ -150,6 +157,9 @@ impl RouterCore {
             explanations: Explanations::new(settings.explained_requests),
             quarantine: Quarantine::default(),
             leases: Leases::default(),
+            awareness: Awareness::default(),
+            aware_models: watch::Sender::default(),
+            started: Instant::now(),
             metrics: RouterMetrics::new(metrics),
             feed_metrics: settings.nats_url.as_ref().map(|_| FeedMetrics::new(metrics)),
             stopped: CancellationToken::new(),
@@ -243,6 +253,12 @@ impl RouterCore {
     #[must_use]
     pub fn watch_serving(&self) -> watch::Receiver<bool> {
         self.serving.subscribe()
+    }
+
+    /// Follows of which models the caches are known, for health checks of their own.
+    #[must_use]
+    pub fn watch_awareness(&self) -> watch::Receiver<BTreeMap<Arc<str>, bool>> {
+        self.aware_models.subscribe()
     }
 
     /// Requests that run or wait.
@@ -570,6 +586,7 @@ impl Generate for Router {
                     ready_targets: model.ready_targets(),
                     context_tokens: model.context_tokens(),
                     created_at: model.model.created_at,
+                    kv_awareness: self.0.awareness.condition(&model.name).map(|condition| condition.to_wire()),
                 })
                 .collect())
         })

@@ -5,6 +5,7 @@
 //! ends its reservation.
 
 mod answer;
+mod awareness;
 mod cluster;
 mod convert;
 mod core;

@@ -1,20 +1,23 @@
 //! What a router does beside requests, once a second: leases end, keys are read again, gauges are set.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap, HashSet},
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
-use kvist_index::SourceState;
+use kvist_blocks::{Rank, SourceKey};
+use kvist_index::{SourceState, SourceStatus};
 use kvist_link::LinkState;
 use kvist_proto::events::v1 as wire;
 
 use crate::{
+    awareness::SourceCount,
+    cluster::{ClusterView, ModelView},
     core::RouterCore,
     explain::state_to_wire,
     keys::ApiKeys,
-    metrics::{StateLabel, TargetLabel},
+    metrics::{ModelLabel, StateLabel, TargetLabel},
 };
 
 /// Seconds between two sweeps of the index.
@@ -56,7 +59,7 @@ pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
     }
 }
 
-#[expect(clippy::cast_precision_loss, clippy::cast_possible_wrap, reason = "gauges for people")]
+#[expect(clippy::cast_possible_wrap, reason = "gauges for people")]
 fn set_gauges(core: &RouterCore) {
     let view = core.view();
     let metrics = &core.metrics;
@@ -92,12 +95,55 @@ fn set_gauges(core: &RouterCore) {
     metrics.index_bytes.set(memory.bytes as i64);
     metrics.index_byte_budget.set(memory.byte_budget as i64);
     metrics.index_divergence_blocks.set(sources.iter().map(|source| source.divergent_blocks as i64).sum());
-    let exact = sources.iter().filter(|source| source.state.is_exact()).count();
-    let share = if sources.is_empty() { 1.0 } else { exact as f64 / sources.len() as f64 };
-    let predicted = metrics.predicted_cached_tokens.get();
-    let delivered = metrics.delivered_cached_tokens.get();
-    let kept = if predicted == 0 { 1.0 } else { (delivered as f64 / predicted as f64).min(1.0) };
-    metrics.kv_awareness.set(share * kept);
+    judge_awareness(core, &view, &sources);
+}
+
+/// Says of each model whether its caches are known, wherever somebody may look.
+fn judge_awareness(core: &RouterCore, view: &ClusterView, sources: &[SourceStatus]) {
+    let exact: HashSet<&SourceKey> =
+        sources.iter().filter(|source| source.state.is_exact()).map(|source| &source.source).collect();
+    let count = |model: &ModelView| {
+        let usable = model.workers.iter().filter(|node| node.excluded().is_none());
+        usable.fold(SourceCount::default(), |count, node| {
+            let key = |rank| SourceKey { worker: node.uid.clone(), rank: Rank(rank) };
+            let known = (0..node.ranks()).filter(|rank| exact.contains(&key(*rank))).count();
+            SourceCount { all: count.all + node.ranks(), exact: count.exact + known as u32 }
+        })
+    };
+    let counts = view.models_by_name().into_iter().map(|model| (Arc::clone(&model.name), count(model))).collect();
+    let metrics = &core.metrics;
+    let shares = [&metrics.kv_awareness, &metrics.kv_exact_sources_share, &metrics.kv_delivered_hits_share];
+    // A model that is gone has no share.
+    shares.iter().for_each(|family| family.clear());
+    metrics.kv_aware.clear();
+    let mut aware_models = BTreeMap::new();
+    for (model, condition, has_changed) in core.awareness.judge(core.started.elapsed(), SystemTime::now(), &counts) {
+        let (exact, delivered) = (condition.sources.exact_share(), condition.delivered_share());
+        let label = ModelLabel { model: model.to_string() };
+        for (family, share) in shares.iter().zip([exact * delivered, exact, delivered]) {
+            family.get_or_create(&label).set(share);
+        }
+        metrics.kv_aware.get_or_create(&label).set(condition.lost.is_none().into());
+        match condition.lost {
+            Some(lost) if has_changed => tracing::warn!(
+                model = %model,
+                reason = lost.word(),
+                sources = condition.sources.all,
+                exact_sources = condition.sources.exact,
+                predicted_cached_tokens = condition.predicted_tokens,
+                delivered_cached_tokens = condition.delivered_tokens,
+                "kv_awareness_lost"
+            ),
+            None if has_changed => tracing::info!(model = %model, "kv_awareness_restored"),
+            _ => {}
+        }
+        aware_models.insert(model, condition.lost.is_none());
+    }
+    core.aware_models.send_if_modified(|known| {
+        let has_changed = *known != aware_models;
+        *known = aware_models;
+        has_changed
+    });
 }
 
 fn state_word(state: SourceState) -> String {

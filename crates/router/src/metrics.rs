@@ -29,6 +29,12 @@ pub(crate) struct TargetLabel {
     pub(crate) state: String,
 }
 
+/// Label of a model.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct ModelLabel {
+    pub(crate) model: String,
+}
+
 /// Why something was not done.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct ReasonLabel {
@@ -58,7 +64,10 @@ pub(crate) struct RouterMetrics {
     pub(crate) index_bytes: Gauge,
     pub(crate) index_byte_budget: Gauge,
     pub(crate) index_divergence_blocks: Gauge,
-    pub(crate) kv_awareness: Gauge<f64, AtomicU64>,
+    pub(crate) kv_awareness: Family<ModelLabel, Gauge<f64, AtomicU64>>,
+    pub(crate) kv_exact_sources_share: Family<ModelLabel, Gauge<f64, AtomicU64>>,
+    pub(crate) kv_delivered_hits_share: Family<ModelLabel, Gauge<f64, AtomicU64>>,
+    pub(crate) kv_aware: Family<ModelLabel, Gauge>,
 }
 
 impl RouterMetrics {
@@ -123,8 +132,23 @@ impl RouterMetrics {
             ),
             kv_awareness: metrics.register(
                 names::KV_AWARENESS,
-                "Share of exact sources times delivered over predicted hits.",
-                Gauge::default(),
+                "Share of exact sources times share of delivered hits.",
+                Family::default(),
+            ),
+            kv_exact_sources_share: metrics.register(
+                names::KV_EXACT_SOURCES_SHARE,
+                "Exact sources over all of the workers that take requests.",
+                Family::default(),
+            ),
+            kv_delivered_hits_share: metrics.register(
+                names::KV_DELIVERED_HITS_SHARE,
+                "Delivered over predicted hits of the last five minutes.",
+                Family::default(),
+            ),
+            kv_aware: metrics.register(
+                names::KV_AWARE,
+                "0 once one of both has been too low for 15 s.",
+                Family::default(),
             ),
         }
     }

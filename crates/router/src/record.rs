@@ -188,6 +188,8 @@ impl Drop for RequestRecord {
         {
             metrics.predicted_cached_tokens.inc_by(u64::from(expected));
             metrics.delivered_cached_tokens.inc_by(u64::from(receipt.cached_tokens));
+            let now = self.core.started.elapsed();
+            self.core.awareness.note_receipt(now, &self.model, expected, receipt.cached_tokens);
         }
         let chosen = self.decision.as_ref().and_then(|decision| decision.chosen_candidate());
         let matched = chosen.filter(|seen| seen.claim.is_some()).map(|seen| u64::from(seen.matched_blocks()));

@@ -1,10 +1,10 @@
 //! The gRPC server of a router.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use kvist_proto::router::v1::router_service_server::RouterServiceServer;
 use kvist_telemetry::{GrpcHealth, reflection};
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::watch};
 use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
@@ -20,7 +20,7 @@ pub struct GrpcServer {
     closing: CancellationToken,
     task: AbortOnDropHandle<()>,
     health: GrpcHealth,
-    following: AbortOnDropHandle<()>,
+    following: [AbortOnDropHandle<()>; 2],
 }
 
 impl GrpcServer {
@@ -34,15 +34,8 @@ impl GrpcServer {
         let (health, health_service) = GrpcHealth::start(SERVICE).await;
         let mut serving = core.watch_serving();
         health.set_serving(*serving.borrow_and_update()).await;
-        let following = tokio::spawn({
-            let health = health.clone();
-            async move {
-                while serving.changed().await.is_ok() {
-                    let is_serving = *serving.borrow_and_update();
-                    health.set_serving(is_serving).await;
-                }
-            }
-        });
+        let following = tokio::spawn(follow_serving(health.clone(), serving));
+        let following_awareness = tokio::spawn(follow_awareness(health.clone(), core.watch_awareness()));
         let (reflection, reflection_alpha) =
             reflection(kvist_proto::DESCRIPTOR_SET, SERVICE).map_err(|error| io::Error::other(error.to_string()))?;
         let closing = CancellationToken::new();
@@ -67,7 +60,8 @@ impl GrpcServer {
                 tracing::error!(%error, "grpc_server_failed");
             }
         });
-        let (task, following) = (AbortOnDropHandle::new(task), AbortOnDropHandle::new(following));
+        let task = AbortOnDropHandle::new(task);
+        let following = [following, following_awareness].map(AbortOnDropHandle::new);
         Ok(Self { address, closing, task, health, following })
     }
 
@@ -80,10 +74,40 @@ impl GrpcServer {
     /// Takes no new connections, lets calls end for as long as given, then ends them.
     pub async fn stop(self, time_limit: Duration) {
         // Nothing may set the health anew once it is closed.
-        self.following.abort();
+        self.following.iter().for_each(|following| following.abort());
         self.health.close().await;
         self.closing.cancel();
         // What has not ended in time is aborted with the task.
         let _ = tokio::time::timeout(time_limit, self.task).await;
     }
+}
+
+async fn follow_serving(health: GrpcHealth, mut serving: watch::Receiver<bool>) {
+    while serving.changed().await.is_ok() {
+        let is_serving = *serving.borrow_and_update();
+        health.set_serving(is_serving).await;
+    }
+}
+
+/// Keeps a health service for each model that says whether its caches are known. It has a name of its own, so that no
+/// load balancer takes a router out for it.
+async fn follow_awareness(health: GrpcHealth, mut awareness: watch::Receiver<BTreeMap<Arc<str>, bool>>) {
+    let mut known: BTreeMap<Arc<str>, bool> = BTreeMap::new();
+    loop {
+        let models = awareness.borrow_and_update().clone();
+        for model in known.keys().filter(|model| !models.contains_key(*model)) {
+            health.set_condition(&awareness_service(model), None).await;
+        }
+        for (model, is_aware) in models.iter().filter(|(model, is_aware)| known.get(*model) != Some(is_aware)) {
+            health.set_condition(&awareness_service(model), Some(*is_aware)).await;
+        }
+        known = models;
+        if awareness.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+fn awareness_service(model: &str) -> String {
+    format!("kvist.kv_awareness/{model}")
 }

@@ -1,5 +1,8 @@
 //! What every gRPC server has beside its service: health and reflection.
 
+use std::{collections::BTreeSet, sync::Arc};
+
+use parking_lot::Mutex;
 use tonic_health::{
     ServingStatus,
     pb::health_server::{Health, HealthServer},
@@ -14,13 +17,15 @@ const HEALTH_SERVICE: &str = "grpc.health.v1.Health";
 pub struct GrpcHealth {
     reporter: HealthReporter,
     service: &'static str,
+    /// Names that were given a condition.
+    conditions: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl GrpcHealth {
     /// Health that says `NOT_SERVING`, and the service that says it.
     pub async fn start(service: &'static str) -> (Self, HealthServer<impl Health>) {
         let (reporter, server) = tonic_health::server::health_reporter();
-        let health = Self { reporter, service };
+        let health = Self { reporter, service, conditions: Arc::default() };
         health.set_serving(false).await;
         (health, server)
     }
@@ -36,12 +41,29 @@ impl GrpcHealth {
         }
     }
 
+    /// States how something stands beside the service itself, under a name of its own: who asks for the service is not
+    /// told. None ends the name.
+    pub async fn set_condition(&self, name: &str, is_good: Option<bool>) {
+        let mut reporter = self.reporter.clone();
+        let Some(is_good) = is_good else {
+            self.conditions.lock().remove(name);
+            return reporter.clear_service_status(name).await;
+        };
+        self.conditions.lock().insert(name.to_owned());
+        let status = if is_good { ServingStatus::Serving } else { ServingStatus::NotServing };
+        reporter.set_service_status(name, status).await;
+    }
+
     /// Says `NOT_SERVING` and ends what watches, which would hold up the end of the server.
     pub async fn close(&self) {
         self.set_serving(false).await;
         let mut reporter = self.reporter.clone();
         for name in ["", "readiness", self.service, "liveness", HEALTH_SERVICE] {
             reporter.clear_service_status(name).await;
+        }
+        let conditions = std::mem::take(&mut *self.conditions.lock());
+        for name in conditions {
+            reporter.clear_service_status(&name).await;
         }
     }
 }
@@ -84,18 +106,40 @@ mod tests {
     async fn closing_says_not_serving_and_ends_what_watches() {
         let (health, server) = GrpcHealth::start("test.Service").await;
         health.set_serving(true).await;
-        let request = || Request::new(HealthCheckRequest { service: "test.Service".to_owned() });
-        let mut watching =
-            tonic_health::pb::health_client::HealthClient::new(server).watch(request()).await.unwrap().into_inner();
-        let mut said = Vec::new();
-        said.push(watching.next().await.unwrap().unwrap().status);
-        health.close().await;
-        let rest = async {
-            while let Some(response) = watching.next().await {
-                said.push(response.unwrap().status);
-            }
+        health.set_condition("test.condition", Some(true)).await;
+        for (name, expected) in [("test.Service", vec![1, 2]), ("test.condition", vec![1])] {
+            health.set_serving(true).await;
+            health.set_condition("test.condition", Some(true)).await;
+            let request = Request::new(HealthCheckRequest { service: name.to_owned() });
+            let mut client = tonic_health::pb::health_client::HealthClient::new(server.clone());
+            let mut watching = client.watch(request).await.unwrap().into_inner();
+            let mut said = vec![watching.next().await.unwrap().unwrap().status];
+            health.close().await;
+            let rest = async {
+                while let Some(response) = watching.next().await {
+                    said.push(response.unwrap().status);
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(10), rest).await.unwrap();
+            assert_eq!(expected, said, "{name}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_condition_is_told_to_nobody_who_asks_for_the_service() {
+        let (health, server) = GrpcHealth::start("test.Service").await;
+        health.set_serving(true).await;
+        health.set_condition("test.condition", Some(false)).await;
+        let status = async |service: &str| {
+            let mut client = tonic_health::pb::health_client::HealthClient::new(server.clone());
+            let request = Request::new(HealthCheckRequest { service: service.to_owned() });
+            client.check(request).await.map(|response| response.into_inner().status).map_err(|status| status.code())
         };
-        tokio::time::timeout(Duration::from_secs(10), rest).await.unwrap();
-        assert_eq!(vec![1, 2], said);
+        assert_eq!(Ok(2), status("test.condition").await);
+        for service in ["", "readiness", "liveness", "test.Service"] {
+            assert_eq!(Ok(1), status(service).await, "{service}");
+        }
+        health.set_condition("test.condition", None).await;
+        assert_eq!(Err(tonic::Code::NotFound), status("test.condition").await);
     }
 }

@@ -82,8 +82,14 @@ names! { METRICS:
     INDEX_SILENT_SOURCES = "kvist_index_silent_sources";
     /// From the record of the last batch in its ledger to its place in the index.
     INDEX_EVENT_LAG_SECONDS = "kvist_index_event_lag_seconds";
-    /// Share of EXACT sources times delivered over predicted hits.
+    /// Share of EXACT sources times delivered over predicted hits, by model.
     KV_AWARENESS = "kvist_kv_awareness";
+    /// EXACT sources over all of the workers of a model that take requests.
+    KV_EXACT_SOURCES_SHARE = "kvist_kv_exact_sources_share";
+    /// Delivered over predicted hits of the last five minutes, by model.
+    KV_DELIVERED_HITS_SHARE = "kvist_kv_delivered_hits_share";
+    /// 0 once one of both has been too low for 15 s.
+    KV_AWARE = "kvist_kv_aware";
     /// Whether the bus is connected.
     BUS_CONNECTED = "kvist_bus_connected";
     /// Requests of a worker by outcome.

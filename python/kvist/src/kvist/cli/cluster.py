@@ -217,6 +217,23 @@ def status_document(record: ClusterRecord, seen: Observation) -> dict[str, Any]:
         "schema_version": STATUS_SCHEMA_VERSION,
         "healthy": record.phase == "ready" and not seen.silent and all(record.process_ids.values()) and bool(usable),
         "silent": list(seen.silent),
+        "models": [
+            {
+                "name": model.name,
+                "ready_targets": model.ready_targets,
+                "kv_awareness": {
+                    "aware": model.kv_awareness.aware,
+                    "reason": model.kv_awareness.reason,
+                    "sources": model.kv_awareness.sources,
+                    "exact_sources": model.kv_awareness.exact_sources,
+                    "predicted_cached_tokens": model.kv_awareness.predicted_cached_tokens,
+                    "delivered_cached_tokens": model.kv_awareness.delivered_cached_tokens,
+                }
+                if model.HasField("kv_awareness")
+                else None,
+            }
+            for model in seen.models
+        ],
         "workers": [
             {
                 "worker_uid": worker.spec.worker_uid,

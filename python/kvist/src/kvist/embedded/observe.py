@@ -16,7 +16,14 @@ from kvist.controller.v1.controller_pb2 import ListNodesRequest, ListRequest, No
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.events.v1.events_pb2 import SOURCE_STATE_EXACT
 from kvist.grpc import open_channel
-from kvist.router.v1.router_pb2 import ListSourcesRequest, ListTargetsRequest, SourceStatus, TargetStatus
+from kvist.router.v1.router_pb2 import (
+    ListModelsRequest,
+    ListSourcesRequest,
+    ListTargetsRequest,
+    ModelSummary,
+    SourceStatus,
+    TargetStatus,
+)
 from kvist.router.v1.router_pb2_grpc import RouterServiceStub
 
 ASK_TIME_LIMIT_SECONDS = 2.0
@@ -33,6 +40,7 @@ class Observation:
     Attributes:
         services: Model services.
         nodes: Nodes with their workers.
+        models: What the router serves, and whether it knows their caches.
         targets: What the router may choose.
         sources: What the router's index knows.
         silent: Processes that did not answer.
@@ -40,6 +48,7 @@ class Observation:
 
     services: tuple[Resource, ...] = ()
     nodes: tuple[NodeEntry, ...] = ()
+    models: tuple[ModelSummary, ...] = ()
     targets: tuple[TargetStatus, ...] = ()
     sources: tuple[SourceStatus, ...] = ()
     silent: tuple[str, ...] = ()
@@ -80,20 +89,22 @@ class Observer:
     async def look(self) -> Observation:
         """Asks both processes at once; none is waited for longer than the time limit."""
         limit = ASK_TIME_LIMIT_SECONDS
-        services, nodes, targets, sources = await asyncio.gather(
+        services, nodes, models, targets, sources = await asyncio.gather(
             _answer(self._controller.List(ListRequest(kind="ModelService"), timeout=limit, metadata=NOT_TRACED)),
             _answer(self._controller.ListNodes(ListNodesRequest(), timeout=limit, metadata=NOT_TRACED)),
+            _answer(self._router.ListModels(ListModelsRequest(), timeout=limit, metadata=NOT_TRACED)),
             _answer(self._router.ListTargets(ListTargetsRequest(), timeout=limit, metadata=NOT_TRACED)),
             _answer(self._router.ListSources(ListSourcesRequest(), timeout=limit, metadata=NOT_TRACED)),
         )
         silent = []
         if services is None or nodes is None:
             silent.append("controller")
-        if targets is None or sources is None:
+        if models is None or targets is None or sources is None:
             silent.append("router")
         return Observation(
             services=tuple(services.resources) if services else (),
             nodes=tuple(nodes.nodes) if nodes else (),
+            models=tuple(models.models) if models else (),
             targets=tuple(targets.targets) if targets else (),
             sources=tuple(sources.sources) if sources else (),
             silent=tuple(silent),

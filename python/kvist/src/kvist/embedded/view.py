@@ -94,6 +94,22 @@ def workers_table(seen: Observation) -> Table:
     return table
 
 
+def unaware_lines(seen: Observation) -> list[str]:
+    """A line for each model of which the router knows too little to route by its caches."""
+    lines = []
+    for model in seen.models:
+        known = model.kv_awareness
+        if not model.HasField("kv_awareness") or known.aware:
+            continue
+        what = {
+            "few_exact_sources": f"{known.exact_sources} of {known.sources} workers' caches are known exactly",
+            "few_hits_delivered": f"engines found {known.delivered_cached_tokens} of {known.predicted_cached_tokens} "
+            "cached tokens that were predicted in the last five minutes",
+        }.get(known.reason, known.reason)
+        lines.append(f"{model.name} is served without knowing its caches well: {what} (see `kvist kv status`)")
+    return lines
+
+
 def render(record: ClusterRecord, seen: Observation) -> RenderableType:
     """Processes and workers as they are."""
     # While it stops, processes that are gone do not answer, and that is no news.
@@ -102,6 +118,8 @@ def render(record: ClusterRecord, seen: Observation) -> RenderableType:
         ("kvist", "bold"), "  ", (record.phase, _PHASE_STYLES.get(record.phase, "")), f"  {record.message}"
     )
     parts: list[RenderableType] = [heading, processes_table(record), workers_table(seen)]
+    if not is_stopping:
+        parts.extend(Text(line, style="yellow") for line in unaware_lines(seen))
     if seen.silent and not is_stopping:
         parts.append(Text(f"no answer from: {', '.join(seen.silent)}", style="yellow"))
     return Group(*parts)

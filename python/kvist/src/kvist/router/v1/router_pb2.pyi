@@ -643,6 +643,7 @@ class ModelSummary(_message.Message):
     READY_TARGETS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
+    KV_AWARENESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     ready_targets: _builtins.int
@@ -653,6 +654,10 @@ class ModelSummary(_message.Message):
     def created_at(self) -> _timestamp_pb2.Timestamp:
         """When its resource was made."""
 
+    @_builtins.property
+    def kv_awareness(self) -> Global___KvAwareness:
+        """Whether the router knows what the engines of the model hold."""
+
     def __init__(
         self,
         *,
@@ -660,14 +665,65 @@ class ModelSummary(_message.Message):
         ready_targets: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
+        kv_awareness: Global___KvAwareness | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "kv_awareness", b"kv_awareness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "created_at", b"created_at", "name", b"name", "ready_targets", b"ready_targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "created_at", b"created_at", "kv_awareness", b"kv_awareness", "name", b"name", "ready_targets", b"ready_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelSummary: _TypeAlias = ModelSummary  # noqa: Y015
+
+@_typing.final
+class KvAwareness(_message.Message):
+    """Whether a router knows what the engines of a model hold: an alarm, and no reason to send requests elsewhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AWARE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    EXACT_SOURCES_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DELIVERED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    aware: _builtins.bool
+    """False once something has been too low for 15 s."""
+    reason: _builtins.str
+    """What is too low: `few_exact_sources` (fewer than half of them) or `few_hits_delivered` (less than 80 % of what was
+    predicted); empty while aware.
+    """
+    sources: _builtins.int
+    """Ranks of the workers that take requests."""
+    exact_sources: _builtins.int
+    """Of these, those whose cache the index knows exactly."""
+    predicted_cached_tokens: _builtins.int
+    """Prompt tokens that claims promised in a cache, by receipts of the last five minutes."""
+    delivered_cached_tokens: _builtins.int
+    """Of these, those that engines found."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is so."""
+
+    def __init__(
+        self,
+        *,
+        aware: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        sources: _builtins.int = ...,
+        exact_sources: _builtins.int = ...,
+        predicted_cached_tokens: _builtins.int = ...,
+        delivered_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aware", b"aware", "delivered_cached_tokens", b"delivered_cached_tokens", "exact_sources", b"exact_sources", "predicted_cached_tokens", b"predicted_cached_tokens", "reason", b"reason", "since", b"since", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvAwareness: _TypeAlias = KvAwareness  # noqa: Y015
 
 @_typing.final
 class SelectRequest(_message.Message):
