@@ -120,6 +120,8 @@ async def test_an_index_learns_what_a_worker_holds(runtime: _core.Runtime, tmp_p
         assert registry.get_sample_value(names.BUS_CONNECTED) == 1
         assert registry.get_sample_value(names.INDEX_SOURCES, {"state": "exact"}) == 1
         assert registry.get_sample_value(names.INDEX_BYTES) == stats.index_bytes
+        assert registry.get_sample_value(names.INDEX_BLOCKS) == 12
+        assert registry.get_sample_value(names.INDEX_DIVERGENCE_BLOCKS) == 0
         assert registry.get_sample_value(names.INDEX_BATCHES) >= 1
         assert registry.get_sample_value(names.INDEX_CATCH_UPS) >= 1
         assert 0 < registry.get_sample_value(names.INDEX_EVENT_LAG_SECONDS) < 20

@@ -225,6 +225,8 @@ pub fn status_to(status: &SourceStatus) -> router::v1::SourceStatus {
         gaps_total: status.gaps,
         snapshots_total: status.snapshots,
         mismatches_total: status.mismatches,
+        divergent_blocks: status.divergent_blocks,
+        given_up_blocks: status.given_up_blocks,
     }
 }
 

@@ -36,8 +36,6 @@ const TICK: Duration = Duration::from_millis(250);
 const MESSAGES_A_TURN: usize = 64;
 /// New sources from which on a KV master is asked: fewer are fetched as fast from their workers.
 const LEAST_BOOTSTRAP_SOURCES: usize = 4;
-/// Ticks between two sweeps of what closed sources left in the index.
-const TICKS_A_SWEEP: u64 = 8;
 
 /// How an index is fed.
 #[derive(Clone, Debug)]
@@ -130,7 +128,6 @@ impl IndexFeed {
         let rng = rand::rngs::SmallRng::from_rng(&mut rand::rng());
         let worker = Worker {
             tracker: Tracker::new(Arc::clone(&index), tracker_settings, rng),
-            index: Arc::clone(&index),
             bus,
             started: Instant::now(),
             stats: Arc::clone(&stats),
@@ -194,7 +191,6 @@ type Bootstrapped = (Vec<CatchUpOrder>, HashMap<SourceKey, History>);
 
 struct Worker {
     tracker: Tracker,
-    index: Arc<Index>,
     bus: Bus,
     started: Instant,
     stats: Arc<Mutex<FeedStats>>,
@@ -221,7 +217,6 @@ impl Worker {
         let mut seen_state = 0;
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut tick_count = 0u64;
         loop {
             tokio::select! {
                 // Deaths and changes of the bus go before events: both say which events still count.
@@ -255,13 +250,7 @@ impl Worker {
                         self.bootstrapped(orders, histories);
                     }
                 }
-                _ = ticks.tick() => {
-                    self.tracker.tick(self.now());
-                    tick_count += 1;
-                    if tick_count.is_multiple_of(TICKS_A_SWEEP) {
-                        self.index.collect_garbage();
-                    }
-                }
+                _ = ticks.tick() => self.tracker.tick(self.now()),
                 message = events.next() => match message {
                     Some(message) => {
                         self.event_message(&message);

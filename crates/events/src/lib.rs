@@ -11,6 +11,7 @@
 
 mod bootstrap;
 mod bus;
+mod care;
 mod catch_up;
 pub mod convert;
 mod credentials;
@@ -24,6 +25,7 @@ mod worker_channel;
 
 pub use bootstrap::bootstrap_chunks;
 pub use bus::BusSettings;
+pub use care::care_for_index;
 pub use credentials::Credentials;
 pub use error::EventsError;
 pub use feed::{FeedSettings, FeedStats, IndexFeed};

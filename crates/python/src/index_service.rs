@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use kvist_blocks::{BlockHash, HashSeed, Incarnation, Namespace, SourceKey, WorkerUid};
 use kvist_errors::{Code, KvistError};
-use kvist_events::{BusSettings, FeedSettings, FeedWorker, IndexFeed, bootstrap_chunks, convert};
+use kvist_events::{BusSettings, FeedSettings, FeedWorker, IndexFeed, bootstrap_chunks, care_for_index, convert};
 use kvist_index::{Index, IndexSettings, Overlap};
 use kvist_proto::{
     controller::v1::ClusterState,
@@ -17,6 +17,7 @@ use prost::Message as _;
 use pyo3::{prelude::*, types::PyBytes};
 use serde::Deserialize;
 use tokio::runtime::Handle;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
     failure::{raise, raise_invalid},
@@ -59,6 +60,7 @@ pub(crate) struct IndexService {
     index: Arc<Index>,
     followed: Mutex<Followed>,
     feed: Mutex<Option<Arc<IndexFeed>>>,
+    caring: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
 #[pymethods]
@@ -69,7 +71,7 @@ impl IndexService {
     fn new(runtime: &Runtime, settings_json: &str) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings_json).map_err(|error| raise_invalid("index", error))?;
         let index = Arc::new(Index::new(IndexSettings { byte_budget: settings.byte_budget }));
-        Ok(Self { handle: runtime.handle()?, settings, index, followed: Mutex::default(), feed: Mutex::new(None) })
+        Ok(Self { handle: runtime.handle()?, settings, index, followed: Mutex::default(), feed: Mutex::new(None), caring: Mutex::new(None) })
     }
 
     /// Subscribes; NATS may come later.
@@ -85,6 +87,7 @@ impl IndexService {
         settings.digest_interval = Duration::from_millis(self.settings.digest_interval_ms);
         let feed = block_on(py, &self.handle, IndexFeed::start(settings, Arc::clone(&self.index))).map_err(refused)?;
         *self.feed.lock() = Some(Arc::new(feed));
+        *self.caring.lock() = Some(AbortOnDropHandle::new(self.handle.spawn(care_for_index(Arc::clone(&self.index)))));
         Ok(())
     }
 
@@ -143,6 +146,7 @@ impl IndexService {
             sources: self.index.sources().iter().map(convert::status_to).collect(),
             index_bytes: self.index.memory().bytes,
             index_byte_budget: self.settings.byte_budget,
+            index_blocks: self.index.memory().blocks,
             ..StatsResponse::default()
         });
         PyBytes::new(py, &answer.encode_to_vec())
@@ -162,8 +166,8 @@ impl IndexService {
 
     /// Ends the feed; what is known stays. Idempotent.
     fn stop(&self, py: Python<'_>) {
-        let feed = self.feed.lock().take();
-        py.detach(|| drop(feed));
+        let running = (self.feed.lock().take(), self.caring.lock().take());
+        py.detach(|| drop(running));
     }
 }
 

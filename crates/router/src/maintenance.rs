@@ -7,9 +7,11 @@ use std::{
 };
 
 use kvist_blocks::{Rank, SourceKey};
+use kvist_events::care_for_index;
 use kvist_index::{SourceState, SourceStatus};
 use kvist_link::LinkState;
 use kvist_proto::events::v1 as wire;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
     awareness::SourceCount,
@@ -20,17 +22,15 @@ use crate::{
     metrics::{ModelLabel, StateLabel, TargetLabel},
 };
 
-/// Seconds between two sweeps of the index.
-const SECONDS_A_SWEEP: u64 = 10;
-
-/// How much time passes between two parts of a scrub.
-const SCRUB_TICK: Duration = Duration::from_secs(1);
+/// How often a router looks after itself.
+const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs until the router is stopped.
 pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
-    let mut tick = tokio::time::interval(SCRUB_TICK);
+    let _caring = AbortOnDropHandle::new(tokio::spawn(care_for_index(Arc::clone(core.index()))));
+    let mut tick = tokio::time::interval(INTERVAL);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    for second in 0u64.. {
+    loop {
         tokio::select! {
             () = core.stopped.cancelled() => return,
             _ = tick.tick() => {}
@@ -42,20 +42,6 @@ pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
             Err(error) => tracing::error!(%error, "api_keys_not_reloaded"),
         }
         set_gauges(&core);
-        for found in core.index().scrub(SCRUB_TICK) {
-            tracing::error!(
-                worker = %found.source.worker,
-                rank = found.source.rank.0,
-                incarnation = found.incarnation.0,
-                blocks = found.blocks,
-                "index_source_diverged"
-            );
-        }
-        if second % SECONDS_A_SWEEP == 0 {
-            let index = Arc::clone(core.index());
-            // Walks the whole map.
-            let _ = tokio::task::spawn_blocking(move || index.collect_garbage()).await;
-        }
     }
 }
 

@@ -43,6 +43,8 @@ RELAY_BROKEN_STREAMS: Final = "kvist_relay_broken_streams_total"
 
 # Index of a KV master; a router's has the same names.
 INDEX_SOURCES: Final = "kvist_index_sources"
+INDEX_BLOCKS: Final = "kvist_index_blocks"
+INDEX_DIVERGENCE_BLOCKS: Final = "kvist_index_divergence_blocks"
 INDEX_BYTES: Final = "kvist_index_bytes"
 INDEX_BYTE_BUDGET: Final = "kvist_index_byte_budget"
 INDEX_MESSAGES: Final = "kvist_index_messages_total"

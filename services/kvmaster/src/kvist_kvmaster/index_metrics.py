@@ -62,6 +62,12 @@ class IndexCollector(Collector):
         yield GaugeMetricFamily(names.BUS_CONNECTED, "Whether NATS is connected.", value=float(feed["bus_connected"]))
         yield _sources(index)
         for name, text, value in (
+            (names.INDEX_BLOCKS, "Distinct blocks.", index.index_blocks),
+            (
+                names.INDEX_DIVERGENCE_BLOCKS,
+                "Blocks by which sources differ from their ledgers or from their own account, at least, until mended.",
+                sum(source.divergent_blocks for source in index.sources),
+            ),
             (names.INDEX_BYTES, "Bytes of the index.", index.index_bytes),
             (names.INDEX_BYTE_BUDGET, "Most bytes.", index.index_byte_budget),
             (names.INDEX_SILENT_SOURCES, "Sources that have fallen silent.", feed["silent_sources"]),

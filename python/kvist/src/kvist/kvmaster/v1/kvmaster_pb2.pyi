@@ -341,12 +341,15 @@ class StatsResponse(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     INDEX_BYTES_FIELD_NUMBER: _builtins.int
     INDEX_BYTE_BUDGET_FIELD_NUMBER: _builtins.int
+    INDEX_BLOCKS_FIELD_NUMBER: _builtins.int
     role: Global___InstanceRole.ValueType
     """Part that the answering instance plays."""
     index_bytes: _builtins.int
     """Bytes that the index uses."""
     index_byte_budget: _builtins.int
     """Most bytes it may use."""
+    index_blocks: _builtins.int
+    """Distinct blocks."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.SourceStatus]:
         """Ordered by worker and rank."""
@@ -358,10 +361,11 @@ class StatsResponse(_message.Message):
         sources: _abc.Iterable[_router_pb2.SourceStatus] | None = ...,
         index_bytes: _builtins.int = ...,
         index_byte_budget: _builtins.int = ...,
+        index_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index_byte_budget", b"index_byte_budget", "index_bytes", b"index_bytes", "role", b"role", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index_blocks", b"index_blocks", "index_byte_budget", b"index_byte_budget", "index_bytes", b"index_bytes", "role", b"role", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

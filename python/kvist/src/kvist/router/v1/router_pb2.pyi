@@ -1120,6 +1120,8 @@ class SourceStatus(_message.Message):
     GAPS_TOTAL_FIELD_NUMBER: _builtins.int
     SNAPSHOTS_TOTAL_FIELD_NUMBER: _builtins.int
     MISMATCHES_TOTAL_FIELD_NUMBER: _builtins.int
+    DIVERGENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_BLOCKS_FIELD_NUMBER: _builtins.int
     state: _events_pb2.SourceState.ValueType
     """How much may be said about it."""
     next_sequence: _builtins.int
@@ -1130,6 +1132,10 @@ class SourceStatus(_message.Message):
     """Snapshots taken since the start."""
     mismatches_total: _builtins.int
     """Digests that did not match since the start."""
+    divergent_blocks: _builtins.int
+    """By how many blocks, at least, the last digest or scrub found the index to differ; 0 once that is mended."""
+    given_up_blocks: _builtins.int
+    """Blocks of `tiers` that the byte budget did not let the index keep."""
     @_builtins.property
     def source(self) -> _events_pb2.SourceId:
         """Which source."""
@@ -1153,10 +1159,12 @@ class SourceStatus(_message.Message):
         gaps_total: _builtins.int = ...,
         snapshots_total: _builtins.int = ...,
         mismatches_total: _builtins.int = ...,
+        divergent_blocks: _builtins.int = ...,
+        given_up_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heard_at", b"heard_at", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gaps_total", b"gaps_total", "heard_at", b"heard_at", "mismatches_total", b"mismatches_total", "next_sequence", b"next_sequence", "snapshots_total", b"snapshots_total", "source", b"source", "state", b"state", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["divergent_blocks", b"divergent_blocks", "gaps_total", b"gaps_total", "given_up_blocks", b"given_up_blocks", "heard_at", b"heard_at", "mismatches_total", b"mismatches_total", "next_sequence", b"next_sequence", "snapshots_total", b"snapshots_total", "source", b"source", "state", b"state", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
