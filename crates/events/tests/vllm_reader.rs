@@ -67,6 +67,7 @@ struct FakeEngine {
     answers: Arc<AtomicBool>,
     endpoint: String,
     replay_endpoint: String,
+    stopping: Arc<Notify>,
     task: JoinHandle<()>,
 }
 
@@ -89,8 +90,26 @@ impl FakeEngine {
         let replay_endpoint = router.bind(replay_endpoint).await.unwrap().to_string();
         let history = Arc::new(Mutex::new(History::default()));
         let answers = Arc::new(AtomicBool::new(true));
-        let task = tokio::spawn(replay(router, Arc::clone(&history), Arc::clone(&answers), with_topic));
-        Self { publisher, history, most_remembered: 10_000, answers, endpoint, replay_endpoint, task }
+        let stopping = Arc::new(Notify::new());
+        let task = tokio::spawn({
+            let (history, answers, stopping) = (Arc::clone(&history), Arc::clone(&answers), Arc::clone(&stopping));
+            async move {
+                tokio::select! {
+                    () = replay(&mut router, history, answers, with_topic) => {}
+                    () = stopping.notified() => {}
+                }
+                router.unbind_all().await;
+            }
+        });
+        Self { publisher, history, most_remembered: 10_000, answers, endpoint, replay_endpoint, stopping, task }
+    }
+
+    /// Ends both sockets. They take nobody new before their connections end: a reader that is quick to connect again
+    /// would otherwise meet a socket that is about to go, and that keeps its connection without ever using it.
+    async fn stop(mut self) {
+        self.stopping.notify_one();
+        in_time(&mut self.task).await.unwrap();
+        in_time(self.publisher.unbind_all()).await;
     }
 
     fn record(&self, payload: &Bytes) -> u64 {
@@ -122,7 +141,7 @@ impl FakeEngine {
     }
 }
 
-async fn replay(mut router: RouterSocket, history: Arc<Mutex<History>>, answers: Arc<AtomicBool>, with_topic: bool) {
+async fn replay(router: &mut RouterSocket, history: Arc<Mutex<History>>, answers: Arc<AtomicBool>, with_topic: bool) {
     while let Ok(question) = router.recv().await {
         let question = question.into_vec();
         assert_eq!((3, 0), (question.len(), question[1].len()), "vLLM reads exactly three frames");
@@ -350,7 +369,7 @@ async fn another_start_of_the_engine_is_another_incarnation() {
     caller.listen_until(|caller| caller.batches == 3).await;
     // The next one is past the old one's number before anybody hears of it.
     let (endpoint, replay_endpoint) = (engine.endpoint.clone(), engine.replay_endpoint.clone());
-    drop(engine);
+    engine.stop().await;
     caller.until_stats(|stats| !stats.is_connected).await;
     let mut engine = restarted(&endpoint, &replay_endpoint).await;
     let others = &payloads[4..9];
@@ -362,7 +381,7 @@ async fn another_start_of_the_engine_is_another_incarnation() {
     engine.publish(&payloads[9]).await;
     caller.listen_until(|caller| caller.batches == 4 + others.len()).await;
     // And one that has said nothing at all yet.
-    drop(engine);
+    engine.stop().await;
     caller.until_stats(|stats| !stats.is_connected).await;
     let _engine = restarted(&endpoint, &replay_endpoint).await;
     caller.listen_until(|caller| caller.restarts == 2).await;
