@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anthropic
 import grpc
 import openai
 import pytest
@@ -46,6 +47,23 @@ def test_the_openai_client_gets_models_answers_and_errors(cluster: EmbeddedClust
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="sim", messages=[{"role": "user", "content": "hi"}], temperature=9)
     assert {"message", "type", "param", "code"} <= wrong.value.body.keys()
+
+
+def test_the_anthropic_client_gets_answers_and_errors(cluster: EmbeddedCluster) -> None:
+    client = cluster.anthropic_client()
+    question = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+    with client.messages.stream(**question) as stream:
+        answer = stream.get_final_message()
+    assert ("max_tokens", 8) == (answer.stop_reason, answer.usage.output_tokens)
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.create(**question | {"model": "nothing"})
+    assert "not_found_error" == unknown.value.body["error"]["type"]
+    with pytest.raises(anthropic.BadRequestError) as wrong:
+        client.messages.create(**question, extra_body={"temperature": 9})
+    assert "temperature" in wrong.value.body["error"]["message"]
+    with pytest.raises(anthropic.BadRequestError) as unsupported:
+        client.messages.create(**question, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+    assert "tools" in unsupported.value.body["error"]["message"]
 
 
 def test_grpc_clients_find_services_and_health(cluster: EmbeddedCluster) -> None:

@@ -51,6 +51,25 @@ def test_the_capital_of_france_whole_and_streamed(cluster: EmbeddedCluster) -> N
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
+def test_both_apis_tell_the_same(cluster: EmbeddedCluster) -> None:
+    by_openai = ask(cluster, QUESTION)
+    client = cluster.anthropic_client()
+    question = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+    greedy = {"temperature": 0}
+    whole = client.messages.create(**question, max_tokens=32, extra_body=greedy)
+    with client.messages.stream(**question, max_tokens=32, extra_body=greedy) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert by_openai.choices[0].message.content == message.content[0].text
+        assert "end_turn" == message.stop_reason
+        # Cached tokens are part of the prompt's in one API and beside them in the other.
+        assert by_openai.usage.prompt_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+        assert by_openai.usage.completion_tokens == message.usage.output_tokens
+    assert by_openai.usage.prompt_tokens == client.messages.count_tokens(**question).input_tokens
+    cut = client.messages.create(**question, max_tokens=2, extra_body=greedy)
+    assert ("max_tokens", 2) == (cut.stop_reason, cut.usage.output_tokens)
+
+
 def test_a_long_prompt_returns_to_the_worker_that_holds_it(cluster: EmbeddedCluster) -> None:
     first = ask(cluster, LONG_PROMPT, max_tokens=4)
     home = chosen_worker(cluster.decision(first.id.removeprefix("chatcmpl-")))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anthropic
 import grpc
 import openai
 
@@ -120,6 +121,10 @@ class EmbeddedCluster:
     def client(self) -> openai.OpenAI:
         """The official client, which must not try again by itself."""
         return openai.OpenAI(base_url=f"http://{self.address('http')}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def anthropic_client(self) -> anthropic.Anthropic:
+        """The official client of the other API, which must not try again by itself."""
+        return anthropic.Anthropic(base_url=f"http://{self.address('http')}", api_key="none", max_retries=0, timeout=60)
 
     @contextmanager
     def router(self) -> Iterator[router_pb2_grpc.RouterServiceStub]:

@@ -1,12 +1,20 @@
-//! OpenAI requests and answers to and from one internal request and event stream.
+//! Requests and answers of the OpenAI and Anthropic APIs to and from one internal request and event stream.
 //!
 //! Parsing refuses what cannot be honored, by field; unknown fields travel on. Writing goes straight into bytes: a
 //! content delta costs an escape and a few copies, no tree of values.
 
-mod request;
-mod response;
+mod anthropic;
+mod fields;
+mod input;
+mod json;
+mod openai;
+mod output;
+mod tokenize;
+mod writer;
 
-pub use request::{
-    Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured, parse_chat_completion, parse_completion,
-};
-pub use response::{AnswerWriter, Choice, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};
+pub use anthropic::{parse_count_tokens, parse_messages};
+pub use input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured};
+pub use openai::{parse_chat_completion, parse_completion};
+pub use output::{Choice, ChoiceEnding, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};
+pub use tokenize::{DetokenizeInput, TokenizeInput, parse_detokenize, parse_tokenize, write_tokens};
+pub use writer::AnswerWriter;

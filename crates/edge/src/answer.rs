@@ -8,7 +8,10 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt as _;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
-use kvist_dialect::{AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion};
+use kvist_dialect::{
+    AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion, parse_count_tokens,
+    parse_detokenize, parse_messages, parse_tokenize, write_tokens,
+};
 use kvist_errors::{Code, KvistError};
 use kvist_router::{Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext};
 use tokio::sync::Semaphore;
@@ -16,10 +19,12 @@ use tracing::Span;
 
 use crate::{
     body::{EdgeBody, EventBody, finish_word, usage_numbers},
-    convert::{Form, in_words_of_the_api, logprobs, split},
+    convert::{Form, in_words_of_the_api, logprobs, prompt_of, split},
 };
 
 const REQUEST_ID: &str = "x-request-id";
+/// What clients of the Anthropic API read.
+const ANTHROPIC_REQUEST_ID: &str = "request-id";
 
 /// Bodies above this are parsed on a thread of their own.
 const INLINE_BODY_BYTES: usize = 64 * 1024;
@@ -56,7 +61,7 @@ impl Answerer {
         &*self.generate
     }
 
-    /// Answers a body of `/v1/chat/completions` or `/v1/completions`.
+    /// Answers a body of one of the endpoints that generate.
     pub(crate) async fn answer(
         &self,
         endpoint: Endpoint,
@@ -66,9 +71,9 @@ impl Answerer {
         span: Span,
     ) -> Result<Response<EdgeBody>, Refusal> {
         let arrived = Instant::now();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let now = now_unix_seconds();
         let parsed = self.parse(endpoint, body).await?;
-        let (form, input) = split(parsed, i64::try_from(now).unwrap_or(0));
+        let (form, input) = split(parsed, now);
         let echo = self.echo(&form).await?;
         let context = RequestContext {
             request_id: text_of(headers, REQUEST_ID).to_owned(),
@@ -82,7 +87,15 @@ impl Answerer {
         };
         let events = self.generate.generate(context, input).await?;
         let request_id = events.request_id.to_string();
-        let writer = AnswerWriter::new(form.endpoint, &request_id, now, &form.model, form.include_usage);
+        let prompt_tokens = events.prompt_tokens;
+        let writer = AnswerWriter::new(
+            form.endpoint,
+            &request_id,
+            now.unsigned_abs(),
+            &form.model,
+            form.include_usage,
+            prompt_tokens,
+        );
         let result = if form.stream {
             self.stream(events, writer, &form, echo).await
         } else {
@@ -90,20 +103,51 @@ impl Answerer {
         };
         match result {
             Ok(mut response) => {
-                if let Ok(value) = HeaderValue::from_str(&request_id) {
-                    response.headers_mut().insert(REQUEST_ID, value);
-                }
+                put_request_id(&mut response, endpoint == Endpoint::Messages, &request_id);
                 Ok(response)
             }
             Err(error) => Err(Refusal { error, request_id: Some(request_id) }),
         }
     }
 
+    /// Answers a body of `/v1/messages/count_tokens`.
+    pub(crate) async fn count_tokens(&self, body: Bytes) -> Result<Response<EdgeBody>, KvistError> {
+        let (form, input) = split(self.parse_with(parse_count_tokens, body).await?, now_unix_seconds());
+        let tokens = self.generate.tokenize(&form.model, input.prompt).await?;
+        Ok(json(StatusCode::OK, format!("{{\"input_tokens\":{}}}", tokens.ids.len())))
+    }
+
+    /// Answers a body of `/tokenize`.
+    pub(crate) async fn tokenize(&self, body: Bytes) -> Result<Response<EdgeBody>, KvistError> {
+        let input = self.parse_with(parse_tokenize, body).await?;
+        let prompt = prompt_of(input.prompt, input.add_generation_prompt, now_unix_seconds());
+        let tokens = self.generate.tokenize(&input.model, prompt).await?;
+        let mut out = BytesMut::new();
+        write_tokens(&mut out, &tokens.ids, tokens.context_tokens);
+        Ok(json(StatusCode::OK, out))
+    }
+
+    /// Answers a body of `/detokenize`.
+    pub(crate) async fn detokenize(&self, body: Bytes) -> Result<Response<EdgeBody>, KvistError> {
+        let input = self.parse_with(parse_detokenize, body).await?;
+        let prompt = self.generate.detokenize(&input.model, &input.token_ids).await?;
+        Ok(json(StatusCode::OK, serde_json::json!({ "prompt": prompt }).to_string()))
+    }
+
     async fn parse(&self, endpoint: Endpoint, body: Bytes) -> Result<kvist_dialect::GenerateInput, KvistError> {
         let parse = match endpoint {
             Endpoint::ChatCompletions => parse_chat_completion,
             Endpoint::Completions => parse_completion,
+            Endpoint::Messages => parse_messages,
         };
+        self.parse_with(parse, body).await
+    }
+
+    async fn parse_with<T: Send + 'static>(
+        &self,
+        parse: fn(&[u8]) -> Result<T, KvistError>,
+        body: Bytes,
+    ) -> Result<T, KvistError> {
         if body.len() <= INLINE_BODY_BYTES {
             return parse(&body);
         }
@@ -175,19 +219,17 @@ async fn whole(
                 }
                 GenerateEvent::Failed(error) => return Err(error),
                 GenerateEvent::Finished(end) => {
-                    let choices: Vec<Choice> = (0u32..)
-                        .zip(growing)
-                        .map(|(index, choice)| Choice {
+                    let choice = |(index, choice): (u32, Growing)| {
+                        let ended = end.choices.iter().find(|ended| ended.index == index);
+                        Choice {
                             index,
                             text: choice.text,
-                            finish: end
-                                .choices
-                                .iter()
-                                .find(|ended| ended.index == index)
-                                .map_or(FinishWord::Stop, |ended| finish_word(ended.reason)),
+                            finish: ended.map_or(FinishWord::Stop, |ended| finish_word(ended.reason)),
+                            stop_string: ended.map(|ended| ended.stop_string.clone()).unwrap_or_default(),
                             logprobs: form.logprobs.then_some(choice.logprobs),
-                        })
-                        .collect();
+                        }
+                    };
+                    let choices: Vec<Choice> = (0u32..).zip(growing).map(choice).collect();
                     let mut out = BytesMut::with_capacity(512);
                     writer.write_whole(&mut out, &choices, usage_numbers(end.usage));
                     return Ok(json(StatusCode::OK, out));
@@ -206,9 +248,11 @@ pub(crate) fn json(status: StatusCode, body: impl Into<Bytes>) -> Response<EdgeB
     response
 }
 
-/// The answer to a refused request.
-pub(crate) fn refuse(refusal: &Refusal) -> Response<EdgeBody> {
-    let form = in_words_of_the_api(refusal.error.clone()).to_openai_http();
+/// The answer to a refused request, in the form of the API it came by.
+pub(crate) fn refuse(refusal: &Refusal, is_anthropic: bool) -> Response<EdgeBody> {
+    let error = in_words_of_the_api(refusal.error.clone());
+    let request_id = refusal.request_id.as_deref();
+    let form = if is_anthropic { error.to_anthropic_http(request_id) } else { error.to_openai_http() };
     let status = StatusCode::from_u16(form.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = json(status, form.body);
     for (name, value) in form.headers {
@@ -216,10 +260,23 @@ pub(crate) fn refuse(refusal: &Refusal) -> Response<EdgeBody> {
             response.headers_mut().insert(name, value);
         }
     }
-    if let Some(value) = refusal.request_id.as_deref().and_then(|id| HeaderValue::from_str(id).ok()) {
-        response.headers_mut().insert(REQUEST_ID, value);
+    if let Some(request_id) = request_id {
+        put_request_id(&mut response, is_anthropic, request_id);
     }
     response
+}
+
+fn put_request_id(response: &mut Response<EdgeBody>, is_anthropic: bool, request_id: &str) {
+    let Ok(value) = HeaderValue::from_str(request_id) else { return };
+    if is_anthropic {
+        response.headers_mut().insert(ANTHROPIC_REQUEST_ID, value.clone());
+    }
+    response.headers_mut().insert(REQUEST_ID, value);
+}
+
+fn now_unix_seconds() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(0)
 }
 
 pub(crate) fn text_of<'a>(headers: &'a HeaderMap, name: &str) -> &'a str {

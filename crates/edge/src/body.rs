@@ -10,7 +10,7 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use futures::Stream as _;
 use http_body::{Body, Frame, SizeHint};
-use kvist_dialect::{AnswerWriter, FinishWord, LogprobRun, UsageNumbers};
+use kvist_dialect::{AnswerWriter, ChoiceEnding, FinishWord, LogprobRun, UsageNumbers};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::FinishReason;
 use kvist_router::{EventStream, GenerateEvent, Usage};
@@ -144,10 +144,13 @@ impl EventBody {
                 }
             }
             GenerateEvent::Finished(end) => {
-                for choice in &end.choices {
-                    self.writer.write_finish(out, choice.index, finish_word(choice.reason));
-                }
-                self.writer.write_done(out, usage_numbers(end.usage));
+                let endings = end.choices.iter().map(|choice| ChoiceEnding {
+                    index: choice.index,
+                    finish: finish_word(choice.reason),
+                    stop_string: &choice.stop_string,
+                });
+                let endings: Vec<ChoiceEnding<'_>> = endings.collect();
+                self.writer.write_end(out, &endings, usage_numbers(end.usage));
                 self.has_ended = true;
             }
             GenerateEvent::Failed(error) => {

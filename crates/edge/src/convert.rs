@@ -1,4 +1,4 @@
-//! Requests of the OpenAI API as the router's input.
+//! Requests of the APIs as the router's input.
 
 use kvist_dialect as dialect;
 use kvist_errors::KvistError;
@@ -21,19 +21,24 @@ pub(crate) struct Form {
     pub(crate) echo: Option<Prompt>,
 }
 
-/// Splits a parsed request.
-pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Form, GenerateInput) {
-    let prompt = match input.prompt {
+/// A prompt as the router takes it.
+pub(crate) fn prompt_of(form: dialect::PromptForm, add_generation_prompt: bool, now_unix_seconds: i64) -> Prompt {
+    match form {
         dialect::PromptForm::Text(text) => Prompt::Text(text),
         dialect::PromptForm::Tokens(ids) => Prompt::Tokens(ids),
         dialect::PromptForm::Chat { messages, variables } => Prompt::Chat(Box::new(Chat {
             messages,
             tools: Vec::new(),
             variables,
-            add_generation_prompt: true,
+            add_generation_prompt,
             now_unix_seconds,
         })),
-    };
+    }
+}
+
+/// Splits a parsed request.
+pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Form, GenerateInput) {
+    let prompt = prompt_of(input.prompt, true, now_unix_seconds);
     let form = Form {
         endpoint: input.endpoint,
         model: input.model.clone(),
@@ -118,7 +123,7 @@ pub(crate) fn logprobs(tokens: Vec<TokenLogprob>) -> Vec<dialect::TokenLogprob> 
         .collect()
 }
 
-/// An error whose fields are named as the OpenAI API names them; engines speak of `kvist.engine.v1.EngineRequest`.
+/// An error whose fields are named as the APIs name them; engines speak of `kvist.engine.v1.EngineRequest`.
 pub(crate) fn in_words_of_the_api(mut error: KvistError) -> KvistError {
     for violation in &mut error.fields {
         let name = api_field(&violation.field).to_owned();

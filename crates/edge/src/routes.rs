@@ -21,6 +21,8 @@ use crate::{
 
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
+const MESSAGES: &str = "/v1/messages";
+const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 
 /// Everything that a connection needs to answer.
 pub(crate) struct Routes {
@@ -65,12 +67,13 @@ struct Version {
 impl Routes {
     pub(crate) async fn serve(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Infallible> {
         let echoed = text_of(request.headers(), "x-request-id").to_owned();
+        let is_anthropic = matches!(request.uri().path(), MESSAGES | COUNT_TOKENS);
         Ok(self.route(request).await.unwrap_or_else(|mut refusal| {
             // A request that was refused before it got an id keeps the client's.
             if refusal.request_id.is_none() && !echoed.is_empty() {
                 refusal.request_id = Some(echoed);
             }
-            refuse(&refusal)
+            refuse(&refusal, is_anthropic)
         }))
     }
 
@@ -81,6 +84,10 @@ impl Routes {
                 self.complete(Endpoint::ChatCompletions, CHAT_COMPLETIONS, request).await
             }
             (&Method::POST, COMPLETIONS) => self.complete(Endpoint::Completions, COMPLETIONS, request).await,
+            (&Method::POST, MESSAGES) => self.complete(Endpoint::Messages, MESSAGES, request).await,
+            (&Method::POST, COUNT_TOKENS) => Ok(self.answerer.count_tokens(self.body_of(request).await?).await?),
+            (&Method::POST, "/tokenize") => Ok(self.answerer.tokenize(self.body_of(request).await?).await?),
+            (&Method::POST, "/detokenize") => Ok(self.answerer.detokenize(self.body_of(request).await?).await?),
             (&Method::GET, "/v1/models") => {
                 self.check_key(request.headers())?;
                 let models = self.answerer.generate().models().await?;
@@ -108,7 +115,18 @@ impl Routes {
     }
 
     fn check_key(&self, headers: &HeaderMap) -> Result<kvist_router::Caller, KvistError> {
-        self.keys.check(headers.get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok()))
+        let authorization = headers.get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        // Clients of the Anthropic API have a header of their own.
+        match headers.get("x-api-key").and_then(|value| value.to_str().ok()) {
+            Some(key) if authorization.is_none() => self.keys.check(Some(&format!("Bearer {key}"))),
+            _ => self.keys.check(authorization),
+        }
+    }
+
+    /// The body of a request that may ask.
+    async fn body_of(&self, request: Request<Incoming>) -> Result<Bytes, KvistError> {
+        self.check_key(request.headers())?;
+        self.read(request.into_body()).await
     }
 
     async fn complete(

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::{Code, KvistError};
 
-/// Status, retry headers and body of an error, in the dialect of the OpenAI API.
+/// Status, retry headers and body of an error, in the dialect of one API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpForm {
     /// HTTP status.
@@ -31,6 +31,19 @@ struct Inner<'a> {
     code: &'a str,
 }
 
+#[derive(Serialize)]
+struct AnthropicBody<'a> {
+    r#type: &'static str,
+    error: AnthropicInner<'a>,
+    request_id: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct AnthropicInner<'a> {
+    r#type: &'a str,
+    message: &'a str,
+}
+
 impl KvistError {
     /// The `{"error": …}` object of the OpenAI API, as JSON text.
     #[must_use]
@@ -46,9 +59,27 @@ impl KvistError {
         serde_json::to_vec(&body).unwrap_or_default()
     }
 
-    /// The whole HTTP answer.
+    /// The `{"type": "error", …}` object of the Anthropic API, as JSON text.
+    #[must_use]
+    pub fn to_anthropic_json(&self, request_id: Option<&str>) -> Vec<u8> {
+        let error = AnthropicInner { r#type: self.code.anthropic_type(), message: &self.message };
+        serde_json::to_vec(&AnthropicBody { r#type: "error", error, request_id }).unwrap_or_default()
+    }
+
+    /// The whole HTTP answer to a client of the OpenAI API.
     #[must_use]
     pub fn to_openai_http(&self) -> HttpForm {
+        HttpForm { status: self.code.http_status(), headers: self.http_headers(), body: self.to_openai_json() }
+    }
+
+    /// The whole HTTP answer to a client of the Anthropic API.
+    #[must_use]
+    pub fn to_anthropic_http(&self, request_id: Option<&str>) -> HttpForm {
+        let body = self.to_anthropic_json(request_id);
+        HttpForm { status: self.code.http_status(), headers: self.http_headers(), body }
+    }
+
+    fn http_headers(&self) -> Vec<(&'static str, String)> {
         let mut headers = vec![("x-should-retry", self.code.is_retryable().to_string())];
         if self.code.is_retryable() {
             let wait = self.retry_after.unwrap_or(Duration::from_secs(1));
@@ -58,7 +89,7 @@ impl KvistError {
         if self.code == Code::InvalidApiKey {
             headers.push(("www-authenticate", "Bearer".to_owned()));
         }
-        HttpForm { status: self.code.http_status(), headers, body: self.to_openai_json() }
+        headers
     }
 }
 
@@ -72,6 +103,16 @@ mod tests {
         assert_eq!(404, form.status);
         assert_eq!(
             r#"{"error":{"message":"no model \"x\"","type":"invalid_request_error","param":null,"code":"model_not_found"}}"#,
+            String::from_utf8(form.body).unwrap()
+        );
+    }
+
+    #[test]
+    fn the_body_for_anthropic_clients_names_the_request() {
+        let form = KvistError::new(Code::UnknownModel, "no model \"x\"").to_anthropic_http(Some("r-1"));
+        assert_eq!(404, form.status);
+        assert_eq!(
+            r#"{"type":"error","error":{"type":"not_found_error","message":"no model \"x\""},"request_id":"r-1"}"#,
             String::from_utf8(form.body).unwrap()
         );
     }

@@ -71,7 +71,14 @@ impl IndexService {
     fn new(runtime: &Runtime, settings_json: &str) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings_json).map_err(|error| raise_invalid("index", error))?;
         let index = Arc::new(Index::new(IndexSettings { byte_budget: settings.byte_budget }));
-        Ok(Self { handle: runtime.handle()?, settings, index, followed: Mutex::default(), feed: Mutex::new(None), caring: Mutex::new(None) })
+        Ok(Self {
+            handle: runtime.handle()?,
+            settings,
+            index,
+            followed: Mutex::default(),
+            feed: Mutex::new(None),
+            caring: Mutex::new(None),
+        })
     }
 
     /// Subscribes; NATS may come later.

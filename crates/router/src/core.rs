@@ -29,7 +29,7 @@ use crate::{
     explain::Explanations,
     feed::FeedKeeper,
     follow::Followers,
-    generate::{EventStream, Generate, GenerateInput, Prompt, RequestContext},
+    generate::{EventStream, Generate, GenerateInput, Prompt, RequestContext, Tokens},
     leases::Leases,
     life::{Life, fingerprint},
     metrics::{FeedMetrics, RouterMetrics},
@@ -572,6 +572,15 @@ impl Generate for Router {
                 KvistError::new(Code::NoReadyTarget, "no worker of this model has brought its tokenizer yet")
             })?;
             Ok(text.decode(token_ids, false))
+        })
+    }
+
+    fn tokenize<'a>(&'a self, model: &'a str, prompt: Prompt) -> BoxFuture<'a, Result<Tokens, KvistError>> {
+        Box::pin(async move {
+            let view = self.0.view();
+            let model = self.0.model(&view, model)?;
+            let ids = self.0.tokenize(&model, prompt).await?;
+            Ok(Tokens { ids, context_tokens: model.context_tokens() })
         })
     }
 

@@ -233,6 +233,15 @@ impl Stream for EventStream {
     }
 }
 
+/// The tokens of a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tokens {
+    /// In order.
+    pub ids: Vec<u32>,
+    /// Longest context of the model, in tokens; 0 while no worker takes requests.
+    pub context_tokens: u32,
+}
+
 /// What answers requests: the router itself, or a remote one.
 pub trait Generate: Send + Sync + 'static {
     /// Starts a request. It has been placed on a target when this returns; an error means that nothing runs.
@@ -241,6 +250,9 @@ pub trait Generate: Send + Sync + 'static {
 
     /// The text of token ids.
     fn detokenize<'a>(&'a self, model: &'a str, token_ids: &'a [u32]) -> BoxFuture<'a, Result<String, KvistError>>;
+
+    /// The tokens of a prompt, as they would go to an engine.
+    fn tokenize<'a>(&'a self, model: &'a str, prompt: Prompt) -> BoxFuture<'a, Result<Tokens, KvistError>>;
 
     /// The models, by name.
     fn models(&self) -> BoxFuture<'_, Result<Vec<ModelSummary>, KvistError>>;

@@ -31,7 +31,7 @@ pub use cluster::StateVersion;
 pub use core::{Router, RouterCore, RouterStatus};
 pub use generate::{
     ChoiceEnd, EventStream, Generate, GenerateEnd, GenerateEvent, GenerateInput, Prompt, RequestContext, TextDelta,
-    TokenLogprob, Usage,
+    TokenLogprob, Tokens, Usage,
 };
 pub use keys::{ApiKeys, Caller};
 pub use maintenance::maintain;

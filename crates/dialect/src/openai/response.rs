@@ -1,97 +1,19 @@
 //! Answers of the OpenAI API, written straight into bytes.
 
-use std::fmt::Write as _;
-
 use bytes::{BufMut as _, BytesMut};
+use kvist_errors::KvistError;
 
-use crate::request::Endpoint;
-
-/// Why a choice ended, as the API says it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishWord {
-    /// A stop token or string.
-    Stop,
-    /// The budget is used up.
-    Length,
-}
-
-impl FinishWord {
-    /// The word.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-        }
-    }
-}
-
-/// What a request used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct UsageNumbers {
-    /// Tokens of the prompt, cached ones included.
-    pub prompt_tokens: u32,
-    /// Tokens generated.
-    pub completion_tokens: u32,
-    /// Prompt tokens found in a cache.
-    pub cached_tokens: u32,
-}
-
-/// Log-probabilities at one position, with the texts of the tokens.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TokenLogprob {
-    /// Bytes of the token.
-    pub bytes: Vec<u8>,
-    /// Its log-probability.
-    pub logprob: f32,
-    /// Alternatives, best first.
-    pub top: Vec<(Vec<u8>, f32)>,
-}
-
-/// Tokens that belong to one piece of text.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LogprobRun<'a> {
-    /// In order.
-    pub tokens: &'a [TokenLogprob],
-    /// Characters of the choice's text before them; the completions API states it for each token.
-    pub text_offset: u32,
-}
-
-impl LogprobRun<'_> {
-    /// Characters of the text after these tokens: the offset of the next run.
-    #[must_use]
-    pub fn end_offset(&self) -> u32 {
-        self.tokens.iter().fold(self.text_offset, |offset, token| offset.saturating_add(token.characters()))
-    }
-}
-
-impl TokenLogprob {
-    /// Characters that begin in this token; one that is spread over several counts where it begins.
-    fn characters(&self) -> u32 {
-        let begins = self.bytes.iter().filter(|byte| **byte & 0xC0 != 0x80).count();
-        u32::try_from(begins).unwrap_or(u32::MAX)
-    }
-}
-
-/// One choice of a whole answer.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Choice {
-    /// Position.
-    pub index: u32,
-    /// Its text.
-    pub text: String,
-    /// Why it ended.
-    pub finish: FinishWord,
-    /// Log-probabilities, when asked for.
-    pub logprobs: Option<Vec<TokenLogprob>>,
-}
+use crate::{
+    json::{write_display, write_list, write_number, write_string},
+    output::{Choice, ChoiceEnding, LogprobRun, TokenLogprob, UsageNumbers},
+};
 
 /// Writes the answer to one request: a stream of events, or one whole answer.
 ///
 /// What is the same in every chunk is put together once; a delta then costs a few copies and the escape of its text.
 #[derive(Clone, Debug)]
-pub struct AnswerWriter {
-    endpoint: Endpoint,
+pub(crate) struct OpenAiWriter {
+    is_chat: bool,
     include_usage: bool,
     /// A chunk up to the index of its choice.
     chunk_open: Vec<u8>,
@@ -103,13 +25,13 @@ pub struct AnswerWriter {
     whole_open: Vec<u8>,
 }
 
-impl AnswerWriter {
-    /// A writer for a request. `created` is in seconds since the Unix epoch.
-    #[must_use]
-    pub fn new(endpoint: Endpoint, request_id: &str, created: u64, model: &str, include_usage: bool) -> Self {
-        let (prefix, chunk, whole) = match endpoint {
-            Endpoint::ChatCompletions => ("chatcmpl-", "chat.completion.chunk", "chat.completion"),
-            Endpoint::Completions => ("cmpl-", "text_completion", "text_completion"),
+impl OpenAiWriter {
+    /// A writer for a request of the chat API, or of the completions API. `created` is in seconds since the Unix epoch.
+    pub(crate) fn new(is_chat: bool, request_id: &str, created: u64, model: &str, include_usage: bool) -> Self {
+        let (prefix, chunk, whole) = if is_chat {
+            ("chatcmpl-", "chat.completion.chunk", "chat.completion")
+        } else {
+            ("cmpl-", "text_completion", "text_completion")
         };
         let open = |start: &str, object: &str, end: &str| {
             let mut out = BytesMut::from(start.as_bytes());
@@ -121,7 +43,7 @@ impl AnswerWriter {
             out.to_vec()
         };
         Self {
-            endpoint,
+            is_chat,
             include_usage,
             chunk_open: open("data: ", chunk, ",\"choices\":[{\"index\":"),
             chunk_close: if include_usage { b"}],\"usage\":null}\n\n" } else { b"}]}\n\n" },
@@ -131,8 +53,8 @@ impl AnswerWriter {
     }
 
     /// The first chunk of a choice, which states the role; completions have none.
-    pub fn write_start(&self, out: &mut BytesMut, index: u32) {
-        if self.endpoint == Endpoint::ChatCompletions {
+    pub(crate) fn write_start(&self, out: &mut BytesMut, index: u32) {
+        if self.is_chat {
             self.open_chunk(out, index, 0);
             out.put_slice(
                 b",\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null",
@@ -142,40 +64,33 @@ impl AnswerWriter {
     }
 
     /// New text of a choice.
-    pub fn write_delta(&self, out: &mut BytesMut, index: u32, text: &str, logprobs: Option<LogprobRun<'_>>) {
+    pub(crate) fn write_delta(&self, out: &mut BytesMut, index: u32, text: &str, logprobs: Option<LogprobRun<'_>>) {
         self.open_chunk(out, index, text.len());
-        match self.endpoint {
-            Endpoint::ChatCompletions => {
-                out.put_slice(b",\"delta\":{\"content\":");
-                write_string(out, text);
-                out.put_slice(b"},\"logprobs\":");
-            }
-            Endpoint::Completions => {
-                out.put_slice(b",\"text\":");
-                write_string(out, text);
-                out.put_slice(b",\"logprobs\":");
-            }
+        if self.is_chat {
+            out.put_slice(b",\"delta\":{\"content\":");
+            write_string(out, text);
+            out.put_slice(b"},\"logprobs\":");
+        } else {
+            out.put_slice(b",\"text\":");
+            write_string(out, text);
+            out.put_slice(b",\"logprobs\":");
         }
         self.write_logprobs(out, logprobs);
         out.put_slice(b",\"finish_reason\":null");
         out.put_slice(self.chunk_close);
     }
 
-    /// The end of a choice.
-    pub fn write_finish(&self, out: &mut BytesMut, index: u32, finish: FinishWord) {
-        self.open_chunk(out, index, 0);
-        out.put_slice(match self.endpoint {
-            Endpoint::ChatCompletions => b",\"delta\":{}",
-            Endpoint::Completions => b",\"text\":\"\"",
-        });
-        out.put_slice(b",\"logprobs\":null,\"finish_reason\":\"");
-        out.put_slice(finish.as_str().as_bytes());
-        out.put_u8(b'"');
-        out.put_slice(self.chunk_close);
-    }
-
-    /// The end of a stream that ended well: usage, when asked for, and the end mark. Never written after an error.
-    pub fn write_done(&self, out: &mut BytesMut, usage: UsageNumbers) {
+    /// The end of a stream that ended well: of each choice, then usage, when asked for, and the end mark. Never written
+    /// after an error.
+    pub(crate) fn write_end(&self, out: &mut BytesMut, endings: &[ChoiceEnding<'_>], usage: UsageNumbers) {
+        for ending in endings {
+            self.open_chunk(out, ending.index, 0);
+            out.put_slice(if self.is_chat { b",\"delta\":{}" } else { b",\"text\":\"\"" });
+            out.put_slice(b",\"logprobs\":null,\"finish_reason\":\"");
+            out.put_slice(ending.finish.as_str().as_bytes());
+            out.put_u8(b'"');
+            out.put_slice(self.chunk_close);
+        }
         if self.include_usage {
             out.put_slice(&self.usage_open);
             write_usage(out, usage);
@@ -185,36 +100,33 @@ impl AnswerWriter {
     }
 
     /// An error in a stream that has begun. Nothing follows it.
-    pub fn write_error(&self, out: &mut BytesMut, error: &kvist_errors::KvistError) {
+    pub(crate) fn write_error(&self, out: &mut BytesMut, error: &KvistError) {
         out.put_slice(b"data: ");
         out.put_slice(&error.to_openai_json());
         out.put_slice(b"\n\n");
     }
 
     /// A comment that keeps proxies awake while the request waits.
-    pub fn write_keep_alive(&self, out: &mut BytesMut) {
+    pub(crate) fn write_keep_alive(&self, out: &mut BytesMut) {
         out.put_slice(b": keep-alive\n\n");
     }
 
     /// A whole answer.
-    pub fn write_whole(&self, out: &mut BytesMut, choices: &[Choice], usage: UsageNumbers) {
+    pub(crate) fn write_whole(&self, out: &mut BytesMut, choices: &[Choice], usage: UsageNumbers) {
         let text_bytes: usize = choices.iter().map(|choice| choice.text.len()).sum();
         out.reserve(self.whole_open.len() + text_bytes + 256);
         out.put_slice(&self.whole_open);
         write_list(out, choices, |out, choice| {
             out.put_slice(b"{\"index\":");
             write_number(out, choice.index);
-            match self.endpoint {
-                Endpoint::ChatCompletions => {
-                    out.put_slice(b",\"message\":{\"role\":\"assistant\",\"content\":");
-                    write_string(out, &choice.text);
-                    out.put_slice(b",\"refusal\":null},\"logprobs\":");
-                }
-                Endpoint::Completions => {
-                    out.put_slice(b",\"text\":");
-                    write_string(out, &choice.text);
-                    out.put_slice(b",\"logprobs\":");
-                }
+            if self.is_chat {
+                out.put_slice(b",\"message\":{\"role\":\"assistant\",\"content\":");
+                write_string(out, &choice.text);
+                out.put_slice(b",\"refusal\":null},\"logprobs\":");
+            } else {
+                out.put_slice(b",\"text\":");
+                write_string(out, &choice.text);
+                out.put_slice(b",\"logprobs\":");
             }
             self.write_logprobs(out, choice.logprobs.as_deref().map(|tokens| LogprobRun { tokens, text_offset: 0 }));
             out.put_slice(b",\"finish_reason\":\"");
@@ -234,9 +146,10 @@ impl AnswerWriter {
 
     fn write_logprobs(&self, out: &mut BytesMut, logprobs: Option<LogprobRun<'_>>) {
         let Some(run) = logprobs else { return out.put_slice(b"null") };
-        match self.endpoint {
-            Endpoint::ChatCompletions => write_chat_logprobs(out, run.tokens),
-            Endpoint::Completions => write_completion_logprobs(out, run),
+        if self.is_chat {
+            write_chat_logprobs(out, run.tokens);
+        } else {
+            write_completion_logprobs(out, run);
         }
     }
 }
@@ -315,15 +228,6 @@ fn write_completion_token(out: &mut BytesMut, bytes: &[u8]) {
     }
 }
 
-fn write_list<T>(out: &mut BytesMut, items: &[T], mut write: impl FnMut(&mut BytesMut, &T)) {
-    for (position, item) in items.iter().enumerate() {
-        if position > 0 {
-            out.put_u8(b',');
-        }
-        write(out, item);
-    }
-}
-
 fn write_usage(out: &mut BytesMut, usage: UsageNumbers) {
     let UsageNumbers { prompt_tokens, completion_tokens, cached_tokens } = usage;
     let total = u64::from(prompt_tokens) + u64::from(completion_tokens);
@@ -342,55 +246,17 @@ fn write_logprob(out: &mut BytesMut, logprob: f32) {
     write_display(out, format_args!("{finite:?}"));
 }
 
-fn write_number(out: &mut BytesMut, number: u32) {
-    if let Ok(digit @ 0..=9) = u8::try_from(number) {
-        out.put_u8(b'0' + digit);
-    } else {
-        write_display(out, format_args!("{number}"));
-    }
-}
-
-fn write_display(out: &mut BytesMut, text: std::fmt::Arguments<'_>) {
-    // A buffer grows as needed: writing into it cannot fail.
-    let written = out.write_fmt(text);
-    debug_assert!(written.is_ok());
-}
-
-/// A JSON string: runs of plain bytes are copied at once.
-fn write_string(out: &mut BytesMut, text: &str) {
-    const HEX: &[u8; 16] = b"0123456789abcdef";
-    out.reserve(text.len() + 2);
-    out.put_u8(b'"');
-    let bytes = text.as_bytes();
-    let mut start = 0;
-    for (position, byte) in bytes.iter().enumerate() {
-        if *byte >= 0x20 && *byte != b'"' && *byte != b'\\' {
-            continue;
-        }
-        out.put_slice(&bytes[start..position]);
-        start = position + 1;
-        match byte {
-            b'"' => out.put_slice(b"\\\""),
-            b'\\' => out.put_slice(b"\\\\"),
-            b'\n' => out.put_slice(b"\\n"),
-            b'\r' => out.put_slice(b"\\r"),
-            b'\t' => out.put_slice(b"\\t"),
-            other => {
-                out.put_slice(b"\\u00");
-                out.put_slice(&[HEX[usize::from(other >> 4)], HEX[usize::from(other & 15)]]);
-            }
-        }
-    }
-    out.put_slice(&bytes[start..]);
-    out.put_u8(b'"');
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::output::FinishWord;
+
+    fn ending(finish: FinishWord) -> ChoiceEnding<'static> {
+        ChoiceEnding { index: 0, finish, stop_string: "" }
+    }
 
     fn written(write: impl FnOnce(&mut BytesMut)) -> String {
         let mut out = BytesMut::new();
@@ -415,13 +281,13 @@ mod tests {
 
     #[test]
     fn a_chat_stream_byte_by_byte() {
-        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r-1", 7, "m/\"x", true);
+        let writer = OpenAiWriter::new(true, "r-1", 7, "m/\"x", true);
         let text = written(|out| {
             writer.write_keep_alive(out);
             writer.write_start(out, 0);
             writer.write_delta(out, 12, "Hi\n\u{1}é", None);
-            writer.write_finish(out, 0, FinishWord::Stop);
-            writer.write_done(out, UsageNumbers { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 1 });
+            let usage = UsageNumbers { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 1 };
+            writer.write_end(out, &[ending(FinishWord::Stop)], usage);
         });
         let head =
             r#"data: {"id":"chatcmpl-r-1","object":"chat.completion.chunk","created":7,"model":"m/\"x","choices":["#;
@@ -444,12 +310,11 @@ mod tests {
 
     #[test]
     fn a_completion_stream_byte_by_byte() {
-        let writer = AnswerWriter::new(Endpoint::Completions, "r-1", 7, "m", false);
+        let writer = OpenAiWriter::new(false, "r-1", 7, "m", false);
         let text = written(|out| {
             writer.write_start(out, 0);
             writer.write_delta(out, 0, "Hi", None);
-            writer.write_finish(out, 0, FinishWord::Length);
-            writer.write_done(out, UsageNumbers::default());
+            writer.write_end(out, &[ending(FinishWord::Length)], UsageNumbers::default());
         });
         let head = r#"data: {"id":"cmpl-r-1","object":"text_completion","created":7,"model":"m","choices":["#;
         let expected = [
@@ -462,7 +327,7 @@ mod tests {
 
     #[test]
     fn an_error_event_has_no_end_mark() {
-        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
+        let writer = OpenAiWriter::new(true, "r", 7, "m", false);
         let error = kvist_errors::KvistError::new(kvist_errors::Code::EngineLost, "the engine was lost");
         assert_eq!(
             concat!(
@@ -476,7 +341,7 @@ mod tests {
     #[test]
     fn chat_logprobs_carry_text_and_bytes() {
         let tokens = [token(b"a", -0.5, &[(b"a", -0.5), (&[0xC3], f32::NEG_INFINITY)])];
-        let writer = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
+        let writer = OpenAiWriter::new(true, "r", 7, "m", false);
         let run = LogprobRun { tokens: &tokens, text_offset: 0 };
         assert_eq!(
             json!({"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [
@@ -491,7 +356,7 @@ mod tests {
         // "é" comes in two tokens; the second run begins where the first ended.
         let first = [token(b"a", -0.5, &[(b"b", -0.25), (b"b", -4.0)]), token(&[0xC3], -1.0, &[])];
         let second = [token(&[0xA9], -2.0, &[]), token(b"z", -3.0, &[(b"z", -3.0)])];
-        let writer = AnswerWriter::new(Endpoint::Completions, "r", 7, "m", false);
+        let writer = OpenAiWriter::new(false, "r", 7, "m", false);
         let logprobs = |run: LogprobRun<'_>| {
             event(&written(|out| writer.write_delta(out, 0, "", Some(run))))["choices"][0]["logprobs"].clone()
         };
@@ -511,12 +376,24 @@ mod tests {
     #[test]
     fn whole_answers_have_every_choice() {
         let choices = [
-            Choice { index: 0, text: "\u{1}\"\\".to_owned(), finish: FinishWord::Length, logprobs: Some(Vec::new()) },
-            Choice { index: 1, text: String::new(), finish: FinishWord::Stop, logprobs: None },
+            Choice {
+                index: 0,
+                text: "\u{1}\"\\".to_owned(),
+                finish: FinishWord::Length,
+                stop_string: String::new(),
+                logprobs: Some(Vec::new()),
+            },
+            Choice {
+                index: 1,
+                text: String::new(),
+                finish: FinishWord::Stop,
+                stop_string: String::new(),
+                logprobs: None,
+            },
         ];
         let usage = UsageNumbers { prompt_tokens: u32::MAX, completion_tokens: u32::MAX, cached_tokens: 0 };
-        let whole = |endpoint: Endpoint| -> Value {
-            let writer = AnswerWriter::new(endpoint, "r", 7, "m", true);
+        let whole = |is_chat: bool| -> Value {
+            let writer = OpenAiWriter::new(is_chat, "r", 7, "m", true);
             serde_json::from_str(&written(|out| writer.write_whole(out, &choices, usage))).unwrap()
         };
         let usage = json!({"prompt_tokens": u32::MAX, "completion_tokens": u32::MAX, "total_tokens": 8_589_934_590_u64,
@@ -527,14 +404,14 @@ mod tests {
                     "logprobs": {"content": [], "refusal": null}, "finish_reason": "length"},
                 {"index": 1, "message": {"role": "assistant", "content": "", "refusal": null},
                     "logprobs": null, "finish_reason": "stop"}], "usage": usage}),
-            whole(Endpoint::ChatCompletions)
+            whole(true)
         );
         assert_eq!(
             json!({"id": "cmpl-r", "object": "text_completion", "created": 7, "model": "m", "choices": [
                 {"index": 0, "text": "\u{1}\"\\", "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": [],
                     "text_offset": []}, "finish_reason": "length"},
                 {"index": 1, "text": "", "logprobs": null, "finish_reason": "stop"}], "usage": usage}),
-            whole(Endpoint::Completions)
+            whole(false)
         );
     }
 
@@ -546,11 +423,11 @@ mod tests {
             index in any::<u32>(),
             include_usage in any::<bool>(),
         ) {
-            for endpoint in [Endpoint::ChatCompletions, Endpoint::Completions] {
-                let writer = AnswerWriter::new(endpoint, "r", 7, &model, include_usage);
-                let (object, id, mut choice) = match endpoint {
-                    Endpoint::ChatCompletions => ("chat.completion.chunk", "chatcmpl-r", json!({"delta": {"content": text}})),
-                    Endpoint::Completions => ("text_completion", "cmpl-r", json!({"text": text})),
+            for is_chat in [true, false] {
+                let writer = OpenAiWriter::new(is_chat, "r", 7, &model, include_usage);
+                let (object, id, mut choice) = match is_chat {
+                    true => ("chat.completion.chunk", "chatcmpl-r", json!({"delta": {"content": text}})),
+                    false => ("text_completion", "cmpl-r", json!({"text": text})),
                 };
                 choice["index"] = index.into();
                 choice["logprobs"] = Value::Null;
@@ -578,7 +455,7 @@ mod tests {
                 let finite = if logprob.is_finite() { logprob } else { -9999.0 };
                 serde_json::from_str(&format!("{finite:?}")).unwrap()
             };
-            let chat = AnswerWriter::new(Endpoint::ChatCompletions, "r", 7, "m", false);
+            let chat = OpenAiWriter::new(true, "r", 7, "m", false);
             let one = |bytes: &[u8], logprob: f32| {
                 json!({"token": String::from_utf8_lossy(bytes), "logprob": number(logprob), "bytes": bytes})
             };
@@ -593,7 +470,7 @@ mod tests {
             let answer = event(&written(|out| chat.write_delta(out, 0, "", Some(run))));
             prop_assert_eq!(&json!(expected), &answer["choices"][0]["logprobs"]["content"]);
 
-            let completion = AnswerWriter::new(Endpoint::Completions, "r", 7, "m", false);
+            let completion = OpenAiWriter::new(false, "r", 7, "m", false);
             let answer = event(&written(|out| completion.write_delta(out, 0, "", Some(run))));
             let logprobs = &answer["choices"][0]["logprobs"];
             for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {

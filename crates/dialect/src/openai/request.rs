@@ -1,126 +1,15 @@
 //! Requests of the OpenAI API.
 
-use kvist_errors::{Code, KvistError};
+use kvist_errors::KvistError;
 use serde_json::{Map, Value};
 
-/// Which API a request came by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Endpoint {
-    /// `/v1/chat/completions`.
-    ChatCompletions,
-    /// `/v1/completions`.
-    Completions,
-}
-
-/// What to go on from.
-#[derive(Clone, Debug, PartialEq)]
-pub enum PromptForm {
-    /// Messages as JSON objects, with text content.
-    Chat {
-        /// In order.
-        messages: Vec<Value>,
-        /// Further variables of the chat template; none of those that Kvist sets itself.
-        variables: Map<String, Value>,
+use crate::{
+    fields::{
+        Fields, read_priority, read_stop, read_token_ids, read_top_k, read_top_p, refuse_mesh_fields, unsupported,
+        wrong,
     },
-    /// Plain text.
-    Text(String),
-    /// Token ids.
-    Tokens(Vec<u32>),
-}
-
-/// How tokens are drawn; none means the engine's default.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sampling {
-    /// 0 is greedy.
-    pub temperature: Option<f32>,
-    /// Range (0, 1].
-    pub top_p: Option<f32>,
-    /// 0 means all.
-    pub top_k: Option<u32>,
-    /// Range [0, 1].
-    pub min_p: Option<f32>,
-    /// Range -2 to 2.
-    pub frequency_penalty: Option<f32>,
-    /// Range -2 to 2.
-    pub presence_penalty: Option<f32>,
-    /// Above 0.
-    pub repetition_penalty: Option<f32>,
-    /// For equal answers.
-    pub seed: Option<i64>,
-    /// Added to logits.
-    pub logit_bias: Vec<(u32, f32)>,
-}
-
-/// Constrained output.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Structured {
-    /// Any JSON object.
-    JsonObject,
-    /// A JSON schema, as JSON text.
-    JsonSchema(String),
-    /// A regular expression.
-    Regex(String),
-    /// A grammar in the engine's notation.
-    Grammar(String),
-    /// One of these texts.
-    Choice(Vec<String>),
-    /// A structural tag, as JSON text.
-    StructuralTag(String),
-}
-
-/// Log-probabilities in the answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Logprobs {
-    /// Alternatives for each token.
-    pub top: u32,
-}
-
-/// One request, whatever API it came by.
-#[derive(Clone, Debug, PartialEq)]
-pub struct GenerateInput {
-    /// Which API.
-    pub endpoint: Endpoint,
-    /// Name of the model.
-    pub model: String,
-    /// What to go on from.
-    pub prompt: PromptForm,
-    /// How tokens are drawn.
-    pub sampling: Sampling,
-    /// Most tokens to generate.
-    pub max_tokens: Option<u32>,
-    /// Tokens before which nothing ends the text.
-    pub min_tokens: Option<u32>,
-    /// Texts that end generation.
-    pub stop: Vec<String>,
-    /// Token ids that end generation.
-    pub stop_token_ids: Vec<u32>,
-    /// Whether the stop string is part of the text.
-    pub include_stop_string: bool,
-    /// Go on after the model's own end.
-    pub ignore_eos: bool,
-    /// Constrained output.
-    pub structured: Option<Structured>,
-    /// Log-probabilities in the answer.
-    pub logprobs: Option<Logprobs>,
-    /// Choices.
-    pub choices: u32,
-    /// Answer as it comes.
-    pub stream: bool,
-    /// A last chunk with usage.
-    pub include_usage: bool,
-    /// Repeat the prompt before the answer (completions only).
-    pub echo: bool,
-    /// Separates caches.
-    pub cache_salt: String,
-    /// Smaller runs earlier.
-    pub priority: i32,
-    /// Fields that Kvist does not know.
-    pub extras: Map<String, Value>,
-}
-
-/// Fields by which only the mesh steers engines.
-const MESH_ONLY: [&str; 5] =
-    ["kv_transfer_params", "ec_transfer_params", "kv_hints", "kv_event_report_mode", "vllm_xargs"];
+    input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured},
+};
 
 /// Fields of the API that change nothing in the answer and may be left without effect.
 const WITHOUT_EFFECT: [&str; 8] = [
@@ -175,95 +64,8 @@ impl Harmless {
 /// Variables of chat templates that Kvist sets itself.
 const OWN_VARIABLES: [&str; 5] = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"];
 
-/// Longest text in `stop`: as much text as a stream may have to hold back.
-const LONGEST_STOP_BYTES: usize = 1024;
-
 /// Most choices of one request.
 const MOST_CHOICES: u32 = 128;
-
-/// Stands for a `top_p` of 0.
-const SMALLEST_TOP_P: f32 = 1e-6;
-
-/// Most texts in `stop`.
-const MOST_STOPS: usize = 16;
-
-/// Takes known fields out of a body; what stays is unknown.
-struct Fields {
-    map: Map<String, Value>,
-}
-
-impl Fields {
-    fn parse(body: &[u8]) -> Result<Self, KvistError> {
-        match serde_json::from_slice(body) {
-            Ok(Value::Object(map)) => Ok(Self { map }),
-            Ok(_) => Err(KvistError::new(Code::InvalidArgument, "the body must be a JSON object")),
-            Err(error) => Err(KvistError::new(
-                Code::InvalidArgument,
-                format!("the body is not JSON: line {}, column {}", error.line(), error.column()),
-            )),
-        }
-    }
-
-    /// The value of a field; null counts as absent.
-    fn take(&mut self, name: &str) -> Option<Value> {
-        self.map.shift_remove(name).filter(|value| !value.is_null())
-    }
-
-    fn number(&mut self, name: &str, low: f64, high: f64) -> Result<Option<f32>, KvistError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        match value.as_f64() {
-            #[expect(
-                clippy::cast_possible_truncation,
-                reason = "sampling parameters are single precision in every engine"
-            )]
-            Some(number) if (low..=high).contains(&number) => Ok(Some(number as f32)),
-            _ => Err(wrong(name, format!("must be a number from {low} to {high}"))),
-        }
-    }
-
-    fn unsigned(&mut self, name: &str, low: u32, high: u32) -> Result<Option<u32>, KvistError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        match value.as_u64().and_then(|number| u32::try_from(number).ok()) {
-            Some(number) if (low..=high).contains(&number) => Ok(Some(number)),
-            _ if high == u32::MAX => Err(wrong(name, format!("must be a whole number of at least {low}"))),
-            _ => Err(wrong(name, format!("must be a whole number from {low} to {high}"))),
-        }
-    }
-
-    fn signed(&mut self, name: &str) -> Result<Option<i64>, KvistError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        value.as_i64().map(Some).ok_or_else(|| wrong(name, "must be a whole number"))
-    }
-
-    fn boolean(&mut self, name: &str) -> Result<Option<bool>, KvistError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| wrong(name, "must be true or false"))
-    }
-
-    fn text(&mut self, name: &str) -> Result<Option<String>, KvistError> {
-        match self.take(name) {
-            None => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text)),
-            Some(_) => Err(wrong(name, "must be a string")),
-        }
-    }
-
-    fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, KvistError> {
-        match self.take(name) {
-            None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(map)),
-            Some(_) => Err(wrong(name, "must be an object")),
-        }
-    }
-}
-
-fn wrong(field: impl Into<String>, why: impl Into<String>) -> KvistError {
-    KvistError::field(Code::InvalidArgument, field, why)
-}
-
-fn unsupported(field: impl Into<String>, why: impl Into<String>) -> KvistError {
-    KvistError::field(Code::UnsupportedField, field, why)
-}
 
 /// Reads a body of `/v1/chat/completions`.
 ///
@@ -271,24 +73,7 @@ fn unsupported(field: impl Into<String>, why: impl Into<String>) -> KvistError {
 /// The body is wrong, or a field cannot be honored; the error names it.
 pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let mut fields = Fields::parse(body)?;
-    let messages = match fields.take("messages") {
-        Some(Value::Array(messages)) if !messages.is_empty() => messages,
-        Some(Value::Array(_)) => return Err(wrong("messages", "must have at least one message")),
-        Some(_) => return Err(wrong("messages", "must be an array of messages")),
-        None => return Err(wrong("messages", "is missing")),
-    };
-    let messages = messages
-        .into_iter()
-        .enumerate()
-        .map(|(position, message)| read_message(position, message))
-        .collect::<Result<Vec<_>, _>>()?;
-    let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
-    if let Some(name) = OWN_VARIABLES.into_iter().find(|name| variables.contains_key(*name)) {
-        return Err(unsupported(format!("chat_template_kwargs.{name}"), "Kvist sets this variable itself"));
-    }
-    if let Some(documents) = fields.take("documents") {
-        variables.insert("documents".to_owned(), documents);
-    }
+    let prompt = read_conversation(&mut fields)?;
     refuse_tools(&mut fields)?;
     if fields.boolean("echo")?.unwrap_or(false) {
         return Err(unsupported("echo", "only the completions API repeats the prompt"));
@@ -308,8 +93,30 @@ pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let logprobs = wants.then_some(Logprobs { top: top.unwrap_or(0) });
     let newer = fields.unsigned("max_completion_tokens", 1, u32::MAX)?;
     let older = fields.unsigned("max_tokens", 1, u32::MAX)?;
-    let prompt = PromptForm::Chat { messages, variables };
     read_common(fields, Endpoint::ChatCompletions, prompt, logprobs, newer.or(older))
+}
+
+/// Messages and what else a template is told.
+pub(crate) fn read_conversation(fields: &mut Fields) -> Result<PromptForm, KvistError> {
+    let messages = match fields.take("messages") {
+        Some(Value::Array(messages)) if !messages.is_empty() => messages,
+        Some(Value::Array(_)) => return Err(wrong("messages", "must have at least one message")),
+        Some(_) => return Err(wrong("messages", "must be an array of messages")),
+        None => return Err(wrong("messages", "is missing")),
+    };
+    let messages = messages
+        .into_iter()
+        .enumerate()
+        .map(|(position, message)| read_message(position, message))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut variables = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    if let Some(name) = OWN_VARIABLES.into_iter().find(|name| variables.contains_key(*name)) {
+        return Err(unsupported(format!("chat_template_kwargs.{name}"), "Kvist sets this variable itself"));
+    }
+    if let Some(documents) = fields.take("documents") {
+        variables.insert("documents".to_owned(), documents);
+    }
+    Ok(PromptForm::Chat { messages, variables })
 }
 
 /// Reads a body of `/v1/completions`.
@@ -355,9 +162,7 @@ fn read_common(
     logprobs: Option<Logprobs>,
     max_tokens: Option<u32>,
 ) -> Result<GenerateInput, KvistError> {
-    if let Some(field) = MESH_ONLY.into_iter().find(|field| fields.map.contains_key(*field)) {
-        return Err(KvistError::field(Code::MeshOnlyField, field, "only the mesh sets it"));
-    }
+    refuse_mesh_fields(&fields)?;
     for (field, harmless) in NOT_HONORED {
         if fields.take(field).is_some_and(|value| !harmless.holds(&value)) {
             return Err(unsupported(field, "this version cannot honor it"));
@@ -366,19 +171,8 @@ fn read_common(
     let model = fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
-        // Clients write "only the most probable token" as 0, which engines refuse.
-        top_p: fields.number("top_p", 0.0, 1.0)?.map(|top_p| top_p.max(SMALLEST_TOP_P)),
-        top_k: match fields.take("top_k") {
-            // Engines and clients write "all" as 0 or -1.
-            Some(value) if value.as_i64() == Some(-1) => Some(0),
-            Some(value) => Some(
-                value
-                    .as_u64()
-                    .and_then(|number| u32::try_from(number).ok())
-                    .ok_or_else(|| wrong("top_k", "must be a whole number, -1 for all"))?,
-            ),
-            None => None,
-        },
+        top_p: read_top_p(&mut fields)?,
+        top_k: read_top_k(&mut fields)?,
         min_p: fields.number("min_p", 0.0, 1.0)?,
         frequency_penalty: fields.number("frequency_penalty", -2.0, 2.0)?,
         presence_penalty: fields.number("presence_penalty", -2.0, 2.0)?,
@@ -400,7 +194,7 @@ fn read_common(
         sampling,
         max_tokens,
         min_tokens: fields.unsigned("min_tokens", 0, u32::MAX)?,
-        stop: read_stop(&mut fields)?,
+        stop: read_stop(&mut fields, "stop")?,
         stop_token_ids: match fields.take("stop_token_ids") {
             None => Vec::new(),
             Some(value) => read_token_ids("stop_token_ids", &value)?,
@@ -414,10 +208,7 @@ fn read_common(
         include_usage,
         echo: false,
         cache_salt: fields.text("cache_salt")?.unwrap_or_default(),
-        priority: match fields.signed("priority")? {
-            None => 0,
-            Some(priority) => i32::try_from(priority).map_err(|_| wrong("priority", "is out of range"))?,
-        },
+        priority: read_priority(&mut fields)?,
         extras: Map::new(),
     };
     for field in WITHOUT_EFFECT {
@@ -524,42 +315,6 @@ fn read_prompt_list(items: Vec<Value>) -> Result<PromptForm, KvistError> {
     }
 }
 
-fn read_token_ids(field: &str, value: &Value) -> Result<Vec<u32>, KvistError> {
-    let items = value.as_array().ok_or_else(|| wrong(field, "must be a list of token ids"))?;
-    items
-        .iter()
-        .enumerate()
-        .map(|(position, item)| {
-            item.as_u64()
-                .and_then(|id| u32::try_from(id).ok())
-                .ok_or_else(|| wrong(format!("{field}[{position}]"), "must be a token id"))
-        })
-        .collect()
-}
-
-fn read_stop(fields: &mut Fields) -> Result<Vec<String>, KvistError> {
-    let stops = match fields.take("stop") {
-        None => Vec::new(),
-        Some(Value::String(text)) => vec![text],
-        Some(Value::Array(items)) => items
-            .into_iter()
-            .enumerate()
-            .map(|(position, item)| match item {
-                Value::String(text) => Ok(text),
-                _ => Err(wrong(format!("stop[{position}]"), "must be a string")),
-            })
-            .collect::<Result<_, _>>()?,
-        Some(_) => return Err(wrong("stop", "must be a string or a list of strings")),
-    };
-    if stops.len() > MOST_STOPS {
-        return Err(wrong("stop", format!("may have at most {MOST_STOPS} strings")));
-    }
-    if let Some(position) = stops.iter().position(|stop| stop.len() > LONGEST_STOP_BYTES) {
-        return Err(wrong(format!("stop[{position}]"), format!("may have at most {LONGEST_STOP_BYTES} bytes")));
-    }
-    Ok(stops.into_iter().filter(|stop| !stop.is_empty()).collect())
-}
-
 fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, KvistError> {
     let Some(map) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
     map.iter()
@@ -659,7 +414,10 @@ fn read_constraint(kind: &str, value: Value, path: impl Fn() -> String) -> Resul
 
 #[cfg(test)]
 mod tests {
+    use kvist_errors::Code;
+
     use super::*;
+    use crate::fields::{LONGEST_STOP_BYTES, SMALLEST_TOP_P};
 
     fn chat(more: &str) -> Result<GenerateInput, KvistError> {
         let body = format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]{more}}}"#);

@@ -1,0 +1,120 @@
+//! One request, whatever API it came by.
+
+use serde_json::{Map, Value};
+
+/// Which API a request came by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// `/v1/chat/completions`.
+    ChatCompletions,
+    /// `/v1/completions`.
+    Completions,
+    /// `/v1/messages`.
+    Messages,
+}
+
+/// What to go on from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PromptForm {
+    /// Messages as JSON objects, with text content.
+    Chat {
+        /// In order.
+        messages: Vec<Value>,
+        /// Further variables of the chat template; none of those that Kvist sets itself.
+        variables: Map<String, Value>,
+    },
+    /// Plain text.
+    Text(String),
+    /// Token ids.
+    Tokens(Vec<u32>),
+}
+
+/// How tokens are drawn; none means the engine's default.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: Option<f32>,
+    /// Range (0, 1].
+    pub top_p: Option<f32>,
+    /// 0 means all.
+    pub top_k: Option<u32>,
+    /// Range [0, 1].
+    pub min_p: Option<f32>,
+    /// Range -2 to 2.
+    pub frequency_penalty: Option<f32>,
+    /// Range -2 to 2.
+    pub presence_penalty: Option<f32>,
+    /// Above 0.
+    pub repetition_penalty: Option<f32>,
+    /// For equal answers.
+    pub seed: Option<i64>,
+    /// Added to logits.
+    pub logit_bias: Vec<(u32, f32)>,
+}
+
+/// Constrained output.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Structured {
+    /// Any JSON object.
+    JsonObject,
+    /// A JSON schema, as JSON text.
+    JsonSchema(String),
+    /// A regular expression.
+    Regex(String),
+    /// A grammar in the engine's notation.
+    Grammar(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+    /// A structural tag, as JSON text.
+    StructuralTag(String),
+}
+
+/// Log-probabilities in the answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Logprobs {
+    /// Alternatives for each token.
+    pub top: u32,
+}
+
+/// One request, whatever API it came by.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateInput {
+    /// Which API.
+    pub endpoint: Endpoint,
+    /// Name of the model.
+    pub model: String,
+    /// What to go on from.
+    pub prompt: PromptForm,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Most tokens to generate.
+    pub max_tokens: Option<u32>,
+    /// Tokens before which nothing ends the text.
+    pub min_tokens: Option<u32>,
+    /// Texts that end generation.
+    pub stop: Vec<String>,
+    /// Token ids that end generation.
+    pub stop_token_ids: Vec<u32>,
+    /// Whether the stop string is part of the text.
+    pub include_stop_string: bool,
+    /// Go on after the model's own end.
+    pub ignore_eos: bool,
+    /// Constrained output.
+    pub structured: Option<Structured>,
+    /// Log-probabilities in the answer.
+    pub logprobs: Option<Logprobs>,
+    /// Choices.
+    pub choices: u32,
+    /// Answer as it comes.
+    pub stream: bool,
+    /// A last chunk with usage.
+    pub include_usage: bool,
+    /// Repeat the prompt before the answer (completions only).
+    pub echo: bool,
+    /// Separates caches.
+    pub cache_salt: String,
+    /// Smaller runs earlier.
+    pub priority: i32,
+    /// Fields that Kvist does not know.
+    pub extras: Map<String, Value>,
+}
