@@ -51,8 +51,16 @@ def test_the_capital_of_france_whole_and_streamed(cluster: EmbeddedCluster) -> N
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_both_apis_tell_the_same(cluster: EmbeddedCluster) -> None:
+def test_all_apis_tell_the_same(cluster: EmbeddedCluster) -> None:
     by_openai = ask(cluster, QUESTION)
+    responses = cluster.client().responses
+    asked = {"model": MODEL, "input": QUESTION, "max_output_tokens": 32, "temperature": 0, "store": False}
+    with responses.stream(**asked) as stream:
+        streamed_response = stream.get_final_response()
+    for response in (responses.create(**asked), streamed_response):
+        assert ("completed", by_openai.choices[0].message.content) == (response.status, response.output_text)
+        assert by_openai.usage.prompt_tokens == response.usage.input_tokens
+        assert by_openai.usage.completion_tokens == response.usage.output_tokens
     client = cluster.anthropic_client()
     question = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
     greedy = {"temperature": 0}

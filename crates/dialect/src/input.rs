@@ -11,6 +11,8 @@ pub enum Endpoint {
     Completions,
     /// `/v1/messages`.
     Messages,
+    /// `/v1/responses`.
+    Responses,
 }
 
 /// What to go on from.
@@ -115,6 +117,8 @@ pub struct GenerateInput {
     pub cache_salt: String,
     /// Smaller runs earlier.
     pub priority: i32,
+    /// Fields that the API repeats in its answer.
+    pub repeated: Map<String, Value>,
     /// Fields that Kvist does not know.
     pub extras: Map<String, Value>,
 }

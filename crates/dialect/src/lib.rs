@@ -9,6 +9,7 @@ mod input;
 mod json;
 mod openai;
 mod output;
+mod responses;
 mod tokenize;
 mod writer;
 
@@ -16,5 +17,6 @@ pub use anthropic::{parse_count_tokens, parse_messages};
 pub use input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured};
 pub use openai::{parse_chat_completion, parse_completion};
 pub use output::{Choice, ChoiceEnding, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};
+pub use responses::parse_response;
 pub use tokenize::{DetokenizeInput, TokenizeInput, parse_detokenize, parse_tokenize, write_tokens};
-pub use writer::AnswerWriter;
+pub use writer::{AnswerHead, AnswerWriter};

@@ -2,12 +2,14 @@
 
 use bytes::BytesMut;
 use kvist_errors::KvistError;
+use serde_json::{Map, Value};
 
 use crate::{
     anthropic::MessagesWriter,
     input::Endpoint,
     openai::OpenAiWriter,
     output::{Choice, ChoiceEnding, LogprobRun, UsageNumbers},
+    responses::ResponsesWriter,
 };
 
 /// Writes the answer to one request: a stream of events, or one whole answer.
@@ -18,57 +20,75 @@ pub struct AnswerWriter(Form);
 enum Form {
     OpenAi(OpenAiWriter),
     Messages(MessagesWriter),
+    Responses(ResponsesWriter),
+}
+
+/// What an answer needs to know of its request.
+#[derive(Clone, Debug)]
+pub struct AnswerHead<'a> {
+    /// Which API.
+    pub endpoint: Endpoint,
+    /// The router's id of the request.
+    pub request_id: &'a str,
+    /// Seconds since the Unix epoch.
+    pub created: u64,
+    /// Name of the model, as the client wrote it.
+    pub model: &'a str,
+    /// A chunk of its own with usage, where the API has a choice.
+    pub include_usage: bool,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Fields that the API repeats.
+    pub repeated: Map<String, Value>,
 }
 
 impl AnswerWriter {
-    /// A writer for a request. `created` is in seconds since the Unix epoch; `include_usage` asks for a chunk of its own
-    /// with usage where the API has a choice.
+    /// A writer for a request.
     #[must_use]
-    pub fn new(
-        endpoint: Endpoint,
-        request_id: &str,
-        created: u64,
-        model: &str,
-        include_usage: bool,
-        prompt_tokens: u32,
-    ) -> Self {
+    pub fn new(head: AnswerHead<'_>) -> Self {
+        let AnswerHead { endpoint, request_id, created, model, include_usage, prompt_tokens, repeated } = head;
         let open_ai = |is_chat| Form::OpenAi(OpenAiWriter::new(is_chat, request_id, created, model, include_usage));
         Self(match endpoint {
             Endpoint::ChatCompletions => open_ai(true),
             Endpoint::Completions => open_ai(false),
             Endpoint::Messages => Form::Messages(MessagesWriter::new(request_id, model, prompt_tokens)),
+            Endpoint::Responses => Form::Responses(ResponsesWriter::new(request_id, created, model, repeated)),
         })
     }
 
     /// What comes before the text of a choice.
-    pub fn write_start(&self, out: &mut BytesMut, index: u32) {
-        match &self.0 {
+    pub fn write_start(&mut self, out: &mut BytesMut, index: u32) {
+        match &mut self.0 {
             Form::OpenAi(writer) => writer.write_start(out, index),
             Form::Messages(writer) => writer.write_start(out),
+            Form::Responses(writer) => writer.write_start(out),
         }
     }
 
     /// New text of a choice.
-    pub fn write_delta(&self, out: &mut BytesMut, index: u32, text: &str, logprobs: Option<LogprobRun<'_>>) {
-        match &self.0 {
+    pub fn write_delta(&mut self, out: &mut BytesMut, index: u32, text: &str, logprobs: Option<LogprobRun<'_>>) {
+        match &mut self.0 {
             Form::OpenAi(writer) => writer.write_delta(out, index, text, logprobs),
             Form::Messages(writer) => writer.write_delta(out, text),
+            Form::Responses(writer) => writer.write_delta(out, text),
         }
     }
 
     /// The end of a stream that ended well. Never written after an error.
-    pub fn write_end(&self, out: &mut BytesMut, endings: &[ChoiceEnding<'_>], usage: UsageNumbers) {
-        match &self.0 {
+    pub fn write_end(&mut self, out: &mut BytesMut, endings: &[ChoiceEnding<'_>], usage: UsageNumbers) {
+        match &mut self.0 {
             Form::OpenAi(writer) => writer.write_end(out, endings, usage),
             Form::Messages(writer) => writer.write_end(out, endings, usage),
+            Form::Responses(writer) => writer.write_end(out, endings, usage),
         }
     }
 
     /// An error in a stream that has begun. Nothing follows it.
-    pub fn write_error(&self, out: &mut BytesMut, error: &KvistError) {
-        match &self.0 {
+    pub fn write_error(&mut self, out: &mut BytesMut, error: &KvistError) {
+        match &mut self.0 {
             Form::OpenAi(writer) => writer.write_error(out, error),
             Form::Messages(writer) => writer.write_error(out, error),
+            Form::Responses(writer) => writer.write_error(out, error),
         }
     }
 
@@ -77,6 +97,7 @@ impl AnswerWriter {
         match &self.0 {
             Form::OpenAi(writer) => writer.write_keep_alive(out),
             Form::Messages(writer) => writer.write_keep_alive(out),
+            Form::Responses(writer) => writer.write_keep_alive(out),
         }
     }
 
@@ -85,6 +106,7 @@ impl AnswerWriter {
         match &self.0 {
             Form::OpenAi(writer) => writer.write_whole(out, choices, usage),
             Form::Messages(writer) => writer.write_whole(out, choices, usage),
+            Form::Responses(writer) => writer.write_whole(out, choices, usage),
         }
     }
 }

@@ -9,8 +9,8 @@ use bytes::{Bytes, BytesMut};
 use futures::StreamExt as _;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use kvist_dialect::{
-    AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion, parse_count_tokens,
-    parse_detokenize, parse_messages, parse_tokenize, write_tokens,
+    AnswerHead, AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion,
+    parse_count_tokens, parse_detokenize, parse_messages, parse_response, parse_tokenize, write_tokens,
 };
 use kvist_errors::{Code, KvistError};
 use kvist_router::{Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext};
@@ -73,7 +73,7 @@ impl Answerer {
         let arrived = Instant::now();
         let now = now_unix_seconds();
         let parsed = self.parse(endpoint, body).await?;
-        let (form, input) = split(parsed, now);
+        let (mut form, input) = split(parsed, now);
         let echo = self.echo(&form).await?;
         let context = RequestContext {
             request_id: text_of(headers, REQUEST_ID).to_owned(),
@@ -87,15 +87,15 @@ impl Answerer {
         };
         let events = self.generate.generate(context, input).await?;
         let request_id = events.request_id.to_string();
-        let prompt_tokens = events.prompt_tokens;
-        let writer = AnswerWriter::new(
-            form.endpoint,
-            &request_id,
-            now.unsigned_abs(),
-            &form.model,
-            form.include_usage,
-            prompt_tokens,
-        );
+        let writer = AnswerWriter::new(AnswerHead {
+            endpoint: form.endpoint,
+            request_id: &request_id,
+            created: now.unsigned_abs(),
+            model: &form.model,
+            include_usage: form.include_usage,
+            prompt_tokens: events.prompt_tokens,
+            repeated: std::mem::take(&mut form.repeated),
+        });
         let result = if form.stream {
             self.stream(events, writer, &form, echo).await
         } else {
@@ -139,6 +139,7 @@ impl Answerer {
             Endpoint::ChatCompletions => parse_chat_completion,
             Endpoint::Completions => parse_completion,
             Endpoint::Messages => parse_messages,
+            Endpoint::Responses => parse_response,
         };
         self.parse_with(parse, body).await
     }

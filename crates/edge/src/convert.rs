@@ -17,6 +17,8 @@ pub(crate) struct Form {
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
     pub(crate) logprobs: bool,
+    /// Fields of the request that the answer repeats.
+    pub(crate) repeated: Map<String, Value>,
     /// The prompt that is repeated before the answer.
     pub(crate) echo: Option<Prompt>,
 }
@@ -46,6 +48,7 @@ pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Fo
         stream: input.stream,
         include_usage: input.include_usage,
         logprobs: input.logprobs.is_some(),
+        repeated: input.repeated,
         echo: input.echo.then(|| prompt.clone()),
     };
     let sampling = SamplingParameters {

@@ -21,6 +21,7 @@ use crate::{
 
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
+const RESPONSES: &str = "/v1/responses";
 const MESSAGES: &str = "/v1/messages";
 const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 
@@ -84,6 +85,7 @@ impl Routes {
                 self.complete(Endpoint::ChatCompletions, CHAT_COMPLETIONS, request).await
             }
             (&Method::POST, COMPLETIONS) => self.complete(Endpoint::Completions, COMPLETIONS, request).await,
+            (&Method::POST, RESPONSES) => self.complete(Endpoint::Responses, RESPONSES, request).await,
             (&Method::POST, MESSAGES) => self.complete(Endpoint::Messages, MESSAGES, request).await,
             (&Method::POST, COUNT_TOKENS) => Ok(self.answerer.count_tokens(self.body_of(request).await?).await?),
             (&Method::POST, "/tokenize") => Ok(self.answerer.tokenize(self.body_of(request).await?).await?),

@@ -90,6 +90,7 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
         echo: false,
         cache_salt,
         priority,
+        repeated: Map::new(),
         extras: fields.map,
     })
 }

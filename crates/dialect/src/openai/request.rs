@@ -209,6 +209,7 @@ fn read_common(
         echo: false,
         cache_salt: fields.text("cache_salt")?.unwrap_or_default(),
         priority: read_priority(&mut fields)?,
+        repeated: Map::new(),
         extras: Map::new(),
     };
     for field in WITHOUT_EFFECT {
@@ -486,6 +487,7 @@ mod tests {
                 echo: false,
                 cache_salt: "s".to_owned(),
                 priority: -1,
+                repeated: Map::new(),
                 extras: serde_json::json!({"new_field": 1}).as_object().unwrap().clone(),
             },
             input

@@ -1,4 +1,4 @@
-//! The Messages API and the token endpoints as clients see them.
+//! The Messages and Responses APIs and the token endpoints as clients see them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -166,6 +166,55 @@ async fn a_key_may_come_in_the_header_of_either_api() {
     assert_eq!(401, read(send(address, wrong).await).await.status);
     router.stop().await;
     std::fs::remove_file(file).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_response_whole_and_as_a_stream_says_the_same() {
+    let mut worker = TestWorker::start(0, Script::Answer("Hello, wörld")).await;
+    let router = router(settings(), &[&worker]).await;
+    let address = router.addresses().http_address;
+    let ask = |more: Value| {
+        let mut body = json!({"model": MODEL, "input": "Say it", "store": false});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        post("/v1/responses", &body)
+    };
+    let whole = read(send(address, ask(json!({"instructions": "Be short."}))).await).await;
+    assert_eq!(200, whole.status, "{}", whole.body);
+    let whole = whole.json();
+    assert_eq!(
+        ("completed", "Be short."),
+        (whole["status"].as_str().unwrap(), whole["instructions"].as_str().unwrap())
+    );
+    assert_eq!("Hello, wörld", whole["output"][0]["content"][0]["text"]);
+    let streamed = read(send(address, ask(json!({"instructions": "Be short.", "stream": true}))).await).await;
+    let events = named_events(&streamed.body);
+    for (number, (_, event)) in (0u64..).zip(&events) {
+        assert_eq!(Some(number), event["sequence_number"].as_u64());
+    }
+    let deltas = events.iter().filter(|(name, _)| name == "response.output_text.delta");
+    assert_eq!("Hello, wörld", deltas.map(|(_, event)| event["delta"].as_str().unwrap()).collect::<String>());
+    let (name, last) = events.last().unwrap();
+    assert_eq!("response.completed", name);
+    assert_eq!(
+        (&whole["usage"], &whole["output"][0]["content"]),
+        (&last["response"]["usage"], &last["response"]["output"][0]["content"])
+    );
+
+    let stored = read(send(address, ask(json!({"store": true}))).await).await;
+    assert_eq!((400, json!("store")), (stored.status, stored.json()["error"]["param"].clone()));
+
+    worker.engine.script(Script::Hold("one"));
+    let reading = tokio::spawn(read(send(address, ask(json!({"stream": true}))).await));
+    for _ in 0..3 {
+        assert!(matches!(worker.next().await, Seen::Submitted(_)));
+    }
+    worker.kill();
+    let broken = limited(reading).await.unwrap();
+    let events = named_events(&broken.body);
+    let (name, last) = events.last().unwrap();
+    assert_eq!(("response.failed", &json!("engine_lost")), (name.as_str(), &last["response"]["error"]["code"]));
+    assert!(!broken.body.contains("response.completed"));
+    router.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
