@@ -32,12 +32,25 @@ class ScriptedIndex:
     def stats(self) -> bytes:
         return pb.StatsResponse(sources=self.sources, index_bytes=7).SerializeToString()
 
-    def bootstrap_chunks(self, worker_uids: list[str]) -> list[bytes]:
-        return [
-            pb.BootstrapResponse(snapshot={"source": {"worker_uid": uid}, "last": is_last}).SerializeToString()
-            for uid in worker_uids or ["a", "b"]
-            for is_last in (False, True)
+    def bootstrap(self, worker_uids: list[str]) -> "ScriptedSnapshots":
+        return ScriptedSnapshots(worker_uids or ["a", "b"])
+
+
+class ScriptedSnapshots:
+    def __init__(self, worker_uids: list[str]) -> None:
+        self._left = [
+            *(
+                [
+                    pb.BootstrapResponse(snapshot={"source": {"worker_uid": uid}, "last": is_last})
+                    for is_last in (False, True)
+                ]
+                for uid in worker_uids
+            ),
+            [pb.BootstrapResponse(done={"sources": len(worker_uids)})],
         ]
+
+    def next_parts(self) -> list[bytes]:
+        return [part.SerializeToString() for part in self._left.pop(0)] if self._left else []
 
 
 @pytest.fixture

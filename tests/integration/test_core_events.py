@@ -104,7 +104,7 @@ async def test_an_index_learns_what_a_worker_holds(runtime: _core.Runtime, tmp_p
         stats = kvmaster_pb2.StatsResponse.FromString(index.stats())
         assert [12] == [tier.block_count for source in stats.sources for tier in source.tiers]
         assert 0 < stats.index_bytes <= stats.index_byte_budget
-        parts = [kvmaster_pb2.BootstrapResponse.FromString(part) for part in index.bootstrap_chunks([])]
+        parts = [kvmaster_pb2.BootstrapResponse.FromString(part) for part in index.bootstrap([]).next_parts()]
         assert sum(len(blocks.block_hashes) for part in parts for blocks in part.snapshot.blocks) == 12
         assert parts[-1].done.sources == 1
         assert json.loads(index.feed_stats())["bus_connected"]

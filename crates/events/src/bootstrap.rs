@@ -1,17 +1,22 @@
 //! A whole index as a stream of snapshots, for many readers that would otherwise ask every worker.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, VecDeque},
+    sync::Arc,
     time::Duration,
 };
 
-use kvist_blocks::SourceKey;
+use kvist_blocks::{Incarnation, SourceKey};
 use kvist_index::{Index, SourceState};
 use kvist_proto::{
     engine::v1::SnapshotChunk,
     kvmaster::v1::{BootstrapDone, BootstrapRequest, BootstrapResponse, bootstrap_response::Part},
 };
-use tokio::time::timeout;
+use parking_lot::Mutex;
+use tokio::{
+    sync::mpsc,
+    time::{Instant, timeout},
+};
 use tonic::transport::ClientTlsConfig;
 
 use crate::{
@@ -24,95 +29,212 @@ use crate::{
 /// Longest time between two parts of an answer, and until the first.
 const PART_TIME_LIMIT: Duration = Duration::from_secs(2);
 
-/// Snapshots of the named workers' sources, or of all when none is named, and the end mark.
+/// A snapshot is handed to several readers for this long though its source has moved on; one whose source has not is
+/// handed out for as long as it is kept.
+const FRESH: Duration = Duration::from_millis(250);
+/// Most bytes of snapshots that are kept for the next reader.
+const MOST_KEPT_BYTES: usize = 64 * 1024 * 1024;
+
+/// The parts of one source's snapshot, shared by all who read it.
+pub type SharedParts = Arc<[BootstrapResponse]>;
+
+/// Answers of a KV master: each source's snapshot is made once for all readers that come together.
 ///
 /// Only sources that are EXACT or PARTIAL are sent: what a byte budget has cut, or what is behind, is no snapshot of
 /// anything, and its readers ask the worker.
-#[must_use]
-pub fn bootstrap_chunks(index: &Index, worker_uids: &[String]) -> Vec<BootstrapResponse> {
-    let wanted: HashSet<&str> = worker_uids.iter().map(String::as_str).collect();
-    let mut parts = Vec::new();
-    let mut sources = 0;
-    for status in index.sources() {
-        if !wanted.is_empty() && !wanted.contains(status.source.worker.as_str()) {
-            continue;
+#[derive(Debug)]
+pub struct Bootstraps {
+    index: Arc<Index>,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    snapshots: HashMap<SourceKey, Arc<Mutex<Option<Snapshot>>>>,
+    /// In the order in which they were made, with their bytes.
+    order: VecDeque<(SourceKey, usize)>,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Snapshot {
+    made_at: Instant,
+    incarnation: Incarnation,
+    next_sequence: u64,
+    state: SourceState,
+    parts: SharedParts,
+}
+
+impl Bootstraps {
+    /// Answers from an index.
+    #[must_use]
+    pub fn new(index: Arc<Index>) -> Arc<Self> {
+        Arc::new(Self { index, kept: Mutex::default() })
+    }
+
+    /// Snapshots of the named workers' sources, or of all when none is named, and the end mark; one source at a time,
+    /// so that a reader that is slow holds up nobody and costs one source's memory.
+    #[must_use]
+    pub fn answer(self: &Arc<Self>, worker_uids: &[String]) -> BootstrapAnswer {
+        let wanted: HashSet<&str> = worker_uids.iter().map(String::as_str).collect();
+        let keys = self.index.sources().into_iter().map(|status| status.source);
+        let keys: Vec<_> = keys.filter(|key| wanted.is_empty() || wanted.contains(key.worker.as_str())).collect();
+        BootstrapAnswer { bootstraps: Arc::clone(self), keys: keys.into_iter(), sources: 0, is_done: false }
+    }
+
+    /// The snapshot of a source; none when there is nothing to say.
+    fn parts_of(&self, key: &SourceKey) -> Option<SharedParts> {
+        let cell = Arc::clone(self.kept.lock().snapshots.entry(key.clone()).or_default());
+        // Whoever comes meanwhile waits here and takes what was made.
+        let mut snapshot = cell.lock();
+        let status = self.index.source(key).filter(|status| is_sent(status.state));
+        if let (Some(status), Some(known)) = (&status, &*snapshot)
+            && (status.incarnation, status.state) == (known.incarnation, known.state)
+            && (status.next_sequence == known.next_sequence || known.made_at.elapsed() < FRESH)
+        {
+            return Some(Arc::clone(&known.parts));
         }
-        // The state is read again together with the blocks: it may have changed since the list was made.
-        let Some((status, blocks)) = index.snapshot_of(&status.source) else { continue };
-        if !matches!(status.state, SourceState::Exact | SourceState::Partial) {
-            continue;
+        let made = status.and_then(|_| self.make(key));
+        let parts = made.as_ref().map(|made| Arc::clone(&made.parts));
+        *snapshot = made;
+        drop(snapshot);
+        self.keep(key, parts.as_deref());
+        parts
+    }
+
+    fn make(&self, key: &SourceKey) -> Option<Snapshot> {
+        // The state is read again together with the blocks: it may have changed meanwhile.
+        let (status, blocks) = self.index.snapshot_of(key)?;
+        if !is_sent(status.state) {
+            return None;
         }
         let source = convert::source_to(&status.source, status.incarnation);
         let complete = status.state == SourceState::Exact;
         let chunks = convert::snapshot_to(&source, status.next_sequence, &blocks, complete);
-        parts.extend(chunks.into_iter().map(|chunk| BootstrapResponse { part: Some(Part::Snapshot(chunk)) }));
-        sources += 1;
+        let parts = chunks.into_iter().map(|chunk| BootstrapResponse { part: Some(Part::Snapshot(chunk)) });
+        Some(Snapshot {
+            made_at: Instant::now(),
+            incarnation: status.incarnation,
+            next_sequence: status.next_sequence,
+            state: status.state,
+            parts: parts.collect(),
+        })
     }
-    parts.push(BootstrapResponse { part: Some(Part::Done(BootstrapDone { sources })) });
-    parts
+
+    /// Accounts for what was made, and forgets the oldest beyond the bound.
+    fn keep(&self, key: &SourceKey, parts: Option<&[BootstrapResponse]>) {
+        let kept = &mut *self.kept.lock();
+        if let Some(position) = kept.order.iter().position(|(other, _)| other == key) {
+            let replaced = kept.order.remove(position).map_or(0, |(_, bytes)| bytes);
+            kept.bytes -= replaced;
+        }
+        let Some(parts) = parts else {
+            kept.snapshots.remove(key);
+            return;
+        };
+        let bytes = parts.iter().map(prost::Message::encoded_len).sum();
+        kept.order.push_back((key.clone(), bytes));
+        kept.bytes += bytes;
+        while kept.bytes > MOST_KEPT_BYTES
+            && let Some((oldest, bytes)) = kept.order.pop_front()
+        {
+            kept.snapshots.remove(&oldest);
+            kept.bytes -= bytes;
+        }
+    }
 }
 
-/// The snapshots of the named workers' sources that a KV master has. A source that it has no snapshot of is missing.
+fn is_sent(state: SourceState) -> bool {
+    matches!(state, SourceState::Exact | SourceState::Partial)
+}
+
+/// One reader's answer: the parts of one source after the other, and at last the end mark.
+#[derive(Debug)]
+pub struct BootstrapAnswer {
+    bootstraps: Arc<Bootstraps>,
+    keys: std::vec::IntoIter<SourceKey>,
+    sources: u32,
+    is_done: bool,
+}
+
+impl Iterator for BootstrapAnswer {
+    type Item = SharedParts;
+
+    fn next(&mut self) -> Option<SharedParts> {
+        if let Some(parts) = self.keys.by_ref().find_map(|key| self.bootstraps.parts_of(&key)) {
+            self.sources += 1;
+            return Some(parts);
+        }
+        let done = BootstrapResponse { part: Some(Part::Done(BootstrapDone { sources: self.sources })) };
+        (!std::mem::replace(&mut self.is_done, true)).then(|| Arc::from([done]))
+    }
+}
+
+/// Asks a KV master for the named workers' sources, and hands each on as soon as it is whole. A source that it has no
+/// snapshot of is missing.
 ///
 /// # Errors
-/// It did not answer in time, broke off, or what it says cannot be understood: nothing of it is used.
+/// It did not answer in time, broke off, or what it says cannot be understood; what was handed on before is whole.
 pub(crate) async fn fetch(
     address: &str,
     worker_uids: Vec<String>,
     tls: Option<&ClientTlsConfig>,
-) -> Result<HashMap<SourceKey, History>, EventsError> {
+    whole: &mpsc::Sender<(SourceKey, History)>,
+) -> Result<(), EventsError> {
     let failed = |status: tonic::Status| EventsError::KvMaster(status.code().to_string());
     let late = |_| EventsError::KvMaster("it fell silent".to_owned());
     let mut client = worker_channel::kvmaster_client(address, tls)?;
     let opened = timeout(PART_TIME_LIMIT, client.bootstrap(BootstrapRequest { worker_uids })).await.map_err(late)?;
     let mut parts = opened.map_err(failed)?.into_inner();
-    let mut collected = Collected::default();
+    let mut reading = Reading::default();
     while let Some(message) = timeout(PART_TIME_LIMIT, parts.message()).await.map_err(late)?.map_err(failed)? {
         match message.part.ok_or(EventsError::Malformed("unknown part"))? {
-            Part::Snapshot(chunk) => collected.take(&chunk)?,
-            Part::Done(_) => return collected.finish(),
+            Part::Snapshot(chunk) => {
+                if let Some(history) = reading.take(&chunk)? {
+                    // While the index is busy nothing more is read, and flow control stops the KV master.
+                    whole.send(history).await.map_err(|_| EventsError::KvMaster("nobody listens".to_owned()))?;
+                }
+            }
+            Part::Done(_) => return reading.finish(),
         }
     }
-    Err(EventsError::KvMaster("it broke off".to_owned()))
+    Err(EventsError::BrokenOff)
 }
 
-/// Snapshots as their chunks come, one source after the other.
+/// The snapshot whose chunks are coming.
 #[derive(Default)]
-struct Collected {
-    histories: HashMap<SourceKey, History>,
-    open: Option<SourceKey>,
-}
+struct Reading(Option<(SourceKey, Incarnation, HistorySnapshot)>);
 
-impl Collected {
-    fn take(&mut self, chunk: &SnapshotChunk) -> Result<(), EventsError> {
+impl Reading {
+    /// Takes a chunk; the snapshot when it was the last.
+    fn take(&mut self, chunk: &SnapshotChunk) -> Result<Option<(SourceKey, History)>, EventsError> {
         let (key, incarnation) = source_from(chunk.source.as_ref())?;
         if chunk.first {
-            if self.open.is_some() {
+            if self.0.is_some() {
                 return Err(EventsError::Malformed("snapshot without an end"));
             }
             let snapshot =
                 HistorySnapshot { next_sequence: chunk.next_sequence, blocks: Vec::new(), complete: chunk.complete };
-            let history = History { incarnation, snapshot: Some(snapshot), batches: Vec::new(), digest: None };
-            self.histories.insert(key.clone(), history);
-            self.open = Some(key.clone());
+            self.0 = Some((key.clone(), incarnation, snapshot));
         }
-        if self.open.as_ref() != Some(&key) {
-            return Err(EventsError::Malformed("snapshot without a beginning"));
+        let reading = self.0.as_mut().filter(|(reading, _, _)| *reading == key);
+        let (_, first, snapshot) = reading.ok_or(EventsError::Malformed("snapshot without a beginning"))?;
+        if (*first, snapshot.next_sequence) != (incarnation, chunk.next_sequence) {
+            return Err(EventsError::Malformed("chunks of two snapshots"));
         }
-        let snapshot = self.histories.get_mut(&key).and_then(|history| history.snapshot.as_mut());
-        let snapshot = snapshot.filter(|snapshot| snapshot.next_sequence == chunk.next_sequence);
-        let snapshot = snapshot.ok_or(EventsError::Malformed("chunks of two snapshots"))?;
         collect_chunk(chunk, &mut snapshot.blocks)?;
-        if chunk.last {
-            self.open = None;
+        if !chunk.last {
+            return Ok(None);
         }
-        Ok(())
+        Ok(self.0.take().map(|(key, incarnation, snapshot)| {
+            (key, History { incarnation, snapshot: Some(snapshot), batches: Vec::new(), digest: None })
+        }))
     }
 
-    fn finish(self) -> Result<HashMap<SourceKey, History>, EventsError> {
-        match self.open {
+    fn finish(self) -> Result<(), EventsError> {
+        match self.0 {
             Some(_) => Err(EventsError::Malformed("snapshot without an end")),
-            None => Ok(self.histories),
+            None => Ok(()),
         }
     }
 }

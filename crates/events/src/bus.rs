@@ -3,7 +3,10 @@
 use std::{
     fmt,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -120,24 +123,29 @@ pub(crate) struct Bus {
     /// How many times the connection was made; odd while it stands. A number and not a flag, so that a reader that
     /// was late still sees that it was away.
     state: watch::Receiver<u64>,
+    overrun_messages: Arc<AtomicU64>,
 }
 
 impl Bus {
-    /// Makes a connection in the background: a bus that is away is no reason not to start.
-    pub(crate) async fn connect(settings: &BusSettings) -> Result<Self, EventsError> {
+    /// Makes a connection in the background: a bus that is away is no reason not to start. A subscription keeps
+    /// `most_waiting_messages` for a reader that is behind, and loses what comes beyond.
+    pub(crate) async fn connect(settings: &BusSettings, most_waiting_messages: usize) -> Result<Self, EventsError> {
         let (changed, state) = watch::channel(0u64);
+        let overrun_messages = Arc::new(AtomicU64::new(0));
+        let overrun = Arc::clone(&overrun_messages);
         let options = settings
             .options()?
             .retry_on_initial_connect()
             .connection_timeout(CONNECT_TIME_LIMIT)
             .ping_interval(PING_INTERVAL)
             .max_reconnects(None)
+            .subscription_capacity(most_waiting_messages.max(1))
             .reconnect_delay_callback(|attempts| {
                 let exponent = u32::try_from(attempts.clamp(1, 8)).unwrap_or(8);
                 Duration::from_millis(10 << exponent).min(LONGEST_RECONNECT_DELAY)
             })
             .event_callback(move |event| {
-                let changed = changed.clone();
+                let (changed, overrun) = (changed.clone(), Arc::clone(&overrun));
                 async move {
                     match event {
                         Event::Connected => {
@@ -148,17 +156,25 @@ impl Bus {
                             tracing::warn!("bus_disconnected");
                             changed.send_modify(|count| *count += *count % 2);
                         }
+                        Event::SlowConsumer(_) => {
+                            overrun.fetch_add(1, Ordering::Relaxed);
+                        }
                         other => tracing::debug!(event = other.to_string(), "bus_event"),
                     }
                 }
             });
         let client =
             options.connect(settings.servers()?).await.map_err(|error| EventsError::Bus(error.kind().to_string()))?;
-        Ok(Self { client, state })
+        Ok(Self { client, state, overrun_messages })
     }
 
     pub(crate) fn is_connected(&self) -> bool {
         *self.state.borrow() % 2 == 1
+    }
+
+    /// Messages lost because too many waited, as far as the client has said so.
+    pub(crate) fn overrun_messages(&self) -> u64 {
+        self.overrun_messages.load(Ordering::Relaxed)
     }
 
     /// To be told of changes; see [`is_connected_state`].

@@ -99,5 +99,5 @@ pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -
             return answer.finish();
         }
     }
-    Err(EventsError::Worker("it broke off".to_owned()))
+    Err(EventsError::BrokenOff)
 }

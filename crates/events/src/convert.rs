@@ -257,7 +257,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(32))]
+        #![proptest_config(crate::cases::usually(32))]
 
         #[test]
         fn a_batch_survives_the_way(

@@ -29,10 +29,20 @@ pub enum EventsError {
     /// The address of a worker or KV master is none: correct it.
     #[error("{0} has an address that is none")]
     Address(String),
-    /// A worker did not answer, or broke off; it is asked again.
+    /// A history ended before its end mark; it is asked for again.
+    #[error("the history broke off")]
+    BrokenOff,
+    /// A worker did not answer; it is asked again.
     #[error("the worker did not deliver its history: {0}")]
     Worker(String),
-    /// A KV master did not answer, or broke off; the workers are asked instead.
+    /// A KV master did not answer; the workers are asked instead.
     #[error("the KV master did not deliver its index: {0}")]
     KvMaster(String),
+}
+
+impl EventsError {
+    /// Whether somebody answered, and not with a whole history: worth telling apart from a peer that is merely away.
+    pub(crate) fn is_broken_history(&self) -> bool {
+        matches!(self, Self::BrokenOff | Self::Malformed(_))
+    }
 }

@@ -28,6 +28,8 @@ use crate::{
     bus::{Bus, is_connected_state},
     catch_up,
     convert::{batch_from, digest_from, source_from, status_to},
+    refusals::Refusal,
+    relay::MOST_MESSAGE_BYTES,
     tracker::{CatchUpOrder, History, Moment, Tracker, TrackerSettings},
 };
 
@@ -36,6 +38,13 @@ const TICK: Duration = Duration::from_millis(250);
 const MESSAGES_A_TURN: usize = 64;
 /// New sources from which on a KV master is asked: fewer are fetched as fast from their workers.
 const LEAST_BOOTSTRAP_SOURCES: usize = 4;
+/// A history that takes longer makes room for the others and is asked for anew among its equals, so that workers which are slow
+/// or gone delay nobody else.
+const QUICK_FETCH: Duration = Duration::from_millis(500);
+/// So many times [`FeedSettings::most_catch_ups`] slow histories are fetched at once.
+const SLOW_FETCHES_A_QUICK_ONE: usize = 8;
+/// Snapshots of a KV master that wait for their turn.
+const MOST_WAITING_SNAPSHOTS: usize = 4;
 
 /// How an index is fed.
 #[derive(Clone, Debug)]
@@ -46,10 +55,13 @@ pub struct FeedSettings {
     pub digest_interval: Duration,
     /// When everything has to catch up, workers are asked over this time.
     pub catch_up_spread: Duration,
-    /// Most histories fetched at once; bounds memory and what workers have to send.
+    /// Most histories fetched at once; bounds memory and what workers have to send. Those that take longer than half a
+    /// second do not count, and have a limit of their own: eight times this one.
     pub most_catch_ups: usize,
     /// Most batches kept for a source while it catches up.
     pub most_kept_batches: usize,
+    /// Most messages of the bus that wait to be applied; what comes beyond is lost, and found like any other loss.
+    pub most_waiting_messages: usize,
     /// TLS towards workers and KV masters; none for plain connections.
     pub worker_tls: Option<ClientTlsConfig>,
     /// `host:port` of KV masters. When many sources are new at once, one of these is asked for all of them before the
@@ -67,6 +79,7 @@ impl FeedSettings {
             catch_up_spread: Duration::from_millis(500),
             most_catch_ups: 8,
             most_kept_batches: 16_384,
+            most_waiting_messages: 16_384,
             worker_tls: None,
             kvmasters: Vec::new(),
         }
@@ -86,6 +99,8 @@ pub struct FeedStats {
     pub silent_sources: usize,
     /// Sources whose first snapshot came from a KV master.
     pub bootstrapped_sources: u64,
+    /// Messages lost because too many waited to be applied.
+    pub overrun_messages: u64,
     /// What happened since the start.
     #[serde(flatten)]
     pub counters: TrackerCounters,
@@ -112,7 +127,7 @@ impl IndexFeed {
     /// The settings of the bus are wrong.
     pub async fn start(settings: FeedSettings, index: Arc<Index>) -> Result<Self, EventsError> {
         let subjects = Subjects::new(&settings.bus.cluster)?;
-        let bus = Bus::connect(&settings.bus).await?;
+        let bus = Bus::connect(&settings.bus, settings.most_waiting_messages).await?;
         // Subscriptions outlive the connection: the client makes them anew whenever it is back.
         let closed = |_| EventsError::Bus("the connection is closed".to_owned());
         let events = bus.client.subscribe(subjects.all_events()).await.map_err(closed)?;
@@ -126,21 +141,25 @@ impl IndexFeed {
             most_kept_batches: settings.most_kept_batches,
         };
         let rng = rand::rngs::SmallRng::from_rng(&mut rand::rng());
+        let (whole, snapshots) = mpsc::channel(MOST_WAITING_SNAPSHOTS);
         let worker = Worker {
             tracker: Tracker::new(Arc::clone(&index), tracker_settings, rng),
             bus,
+            subjects,
             started: Instant::now(),
             stats: Arc::clone(&stats),
             messages: 0,
-            permits: Arc::new(Semaphore::new(settings.most_catch_ups.max(1))),
+            lanes: Lanes::new(settings.most_catch_ups.max(1)),
             fetches: JoinSet::new(),
             fetch_of: HashMap::new(),
             bootstraps: JoinSet::new(),
+            bootstrapping: HashMap::new(),
+            whole,
             bootstrapped_sources: 0,
             kvmasters: settings.kvmasters,
             tls: settings.worker_tls,
         };
-        let task = tokio::spawn(worker.run(inbox, events, tombstones));
+        let task = tokio::spawn(worker.run(inbox, snapshots, events, tombstones));
         Ok(Self { index, commands, stats, bus_changes, task })
     }
 
@@ -187,19 +206,58 @@ impl Drop for IndexFeed {
 }
 
 type Fetched = (CatchUpOrder, Result<History, EventsError>);
-type Bootstrapped = (Vec<CatchUpOrder>, HashMap<SourceKey, History>);
+
+/// KV masters have been asked for these; which of them broke off.
+struct Bootstrapped {
+    orders: Vec<CatchUpOrder>,
+    broken: Vec<String>,
+}
+
+/// Who may fetch.
+#[derive(Clone)]
+struct Lanes {
+    quick: Arc<Semaphore>,
+    slow: Arc<Semaphore>,
+}
+
+impl Lanes {
+    fn new(most_catch_ups: usize) -> Self {
+        let slow = most_catch_ups.saturating_mul(SLOW_FETCHES_A_QUICK_ONE).min(Semaphore::MAX_PERMITS);
+        Self { quick: Arc::new(Semaphore::new(most_catch_ups)), slow: Arc::new(Semaphore::new(slow)) }
+    }
+
+    /// Fetches when it is the order's turn. One that has failed before begins among the slow.
+    async fn fetch(&self, order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -> Result<History, EventsError> {
+        // The semaphores are never closed; without a permit the answer would be an error like any other.
+        let closed = |_| EventsError::Worker("no permit".to_owned());
+        if order.attempt == 0 {
+            let _permit = self.quick.acquire().await.map_err(closed)?;
+            if let Ok(answer) = tokio::time::timeout(QUICK_FETCH, catch_up::fetch(order, tls)).await {
+                return answer;
+            }
+        }
+        // Asked anew, since an open question costs the worker something for as long as nobody reads the answer.
+        let _permit = self.slow.acquire().await.map_err(closed)?;
+        catch_up::fetch(order, tls).await
+    }
+}
 
 struct Worker {
     tracker: Tracker,
     bus: Bus,
+    subjects: Subjects,
     started: Instant,
     stats: Arc<Mutex<FeedStats>>,
     messages: u64,
-    permits: Arc<Semaphore>,
+    lanes: Lanes,
     fetches: JoinSet<Fetched>,
     /// The open fetch of each source, to end it when it is superseded.
     fetch_of: HashMap<SourceKey, (CatchUpOrder, AbortHandle)>,
     bootstraps: JoinSet<Bootstrapped>,
+    /// What KV masters are asked for.
+    bootstrapping: HashMap<SourceKey, CatchUpOrder>,
+    /// Where their answers come in, source by source.
+    whole: mpsc::Sender<(SourceKey, History)>,
     bootstrapped_sources: u64,
     kvmasters: Vec<String>,
     tls: Option<ClientTlsConfig>,
@@ -209,6 +267,7 @@ impl Worker {
     async fn run(
         mut self,
         mut inbox: mpsc::UnboundedReceiver<Command>,
+        mut snapshots: mpsc::Receiver<(SourceKey, History)>,
         mut events: async_nats::Subscriber,
         mut tombstones: async_nats::Subscriber,
     ) {
@@ -245,9 +304,11 @@ impl Worker {
                         self.answered(&order, answer);
                     }
                 }
+                // Before the end of the question that brought them.
+                Some((key, history)) = snapshots.recv() => self.whole_snapshot(&key, history),
                 Some(joined) = self.bootstraps.join_next() => {
-                    if let Ok((orders, histories)) = joined {
-                        self.bootstrapped(orders, histories);
+                    if let Ok(bootstrapped) = joined {
+                        self.bootstrapped(bootstrapped);
                     }
                 }
                 _ = ticks.tick() => self.tracker.tick(self.now()),
@@ -276,12 +337,27 @@ impl Worker {
     fn event_message(&mut self, message: &Message) {
         self.messages += 1;
         let now = self.now();
-        let Ok(decoded) = KvEventMessage::decode(message.payload.clone()) else {
-            return self.tracker.unreadable();
+        let subject = message.subject.as_str();
+        if message.payload.len() > MOST_MESSAGE_BYTES {
+            return self.tracker.refuse(Refusal::Oversized, subject, now);
+        }
+        let Some(speaker) = self.subjects.speaker(subject) else {
+            return self.tracker.refuse(Refusal::Garbage, subject, now);
         };
+        let Ok(decoded) = KvEventMessage::decode(message.payload.clone()) else {
+            return self.tracker.refuse(Refusal::Garbage, subject, now);
+        };
+        let digest_source = decoded.digest.iter().map(|digest| digest.source.as_ref());
+        for source in decoded.batches.iter().map(|batch| batch.source.as_ref()).chain(digest_source) {
+            // The subject is what a bus's permissions are about: nobody speaks for another.
+            let Some(source) = source else { return self.tracker.refuse(Refusal::Garbage, subject, now) };
+            if (source.worker_uid.as_str(), source.rank) != speaker {
+                return self.tracker.refuse(Refusal::WrongSubject, subject, now);
+            }
+        }
         for batch in &decoded.batches {
             let Ok((key, incarnation)) = source_from(batch.source.as_ref()) else {
-                self.tracker.unreadable();
+                self.tracker.refuse(Refusal::Garbage, subject, now);
                 continue;
             };
             match batch_from(batch) {
@@ -291,7 +367,7 @@ impl Worker {
         }
         if let Some(digest) = &decoded.digest {
             let Ok((key, incarnation)) = source_from(digest.source.as_ref()) else {
-                return self.tracker.unreadable();
+                return self.tracker.refuse(Refusal::Garbage, subject, now);
             };
             match digest_from(digest) {
                 Ok(digest) => self.tracker.digest(&key, incarnation, &digest, now),
@@ -302,9 +378,13 @@ impl Worker {
 
     fn tombstone(&mut self, message: &Message) {
         self.messages += 1;
+        let (now, subject) = (self.now(), message.subject.as_str());
         match Tombstone::decode(message.payload.clone()) {
             Ok(tombstone) => {
                 let worker = WorkerUid::from(tombstone.worker_uid.as_str());
+                if self.subjects.tombstone(&worker) != subject {
+                    return self.tracker.refuse(Refusal::WrongSubject, subject, now);
+                }
                 tracing::info!(
                     worker = worker.as_str(),
                     incarnation = tombstone.incarnation,
@@ -313,7 +393,7 @@ impl Worker {
                 );
                 self.tracker.close(&worker, Incarnation(tombstone.incarnation));
             }
-            Err(_) => self.tracker.unreadable(),
+            Err(_) => self.tracker.refuse(Refusal::Garbage, subject, now),
         }
     }
 
@@ -341,14 +421,10 @@ impl Worker {
     }
 
     fn start_fetch(&mut self, order: CatchUpOrder) {
-        let (permits, tls, asked) = (Arc::clone(&self.permits), self.tls.clone(), order.clone());
+        let (lanes, tls, asked) = (self.lanes.clone(), self.tls.clone(), order.clone());
         let handle = self.fetches.spawn(async move {
             tokio::time::sleep(asked.delay).await;
-            // The semaphore is never closed; without a permit the answer would be an error like any other.
-            let Ok(_permit) = permits.acquire().await else {
-                return (asked, Err(EventsError::Worker("no permit".to_owned())));
-            };
-            let answer = catch_up::fetch(&asked, tls.as_ref()).await;
+            let answer = lanes.fetch(&asked, tls.as_ref()).await;
             (asked, answer)
         });
         if let Some((_, superseded)) = self.fetch_of.insert(order.key.clone(), (order, handle)) {
@@ -358,37 +434,53 @@ impl Worker {
 
     /// Asks one KV master after the other for all of these sources; what none has, the workers are asked for.
     fn start_bootstrap(&mut self, orders: Vec<CatchUpOrder>) {
-        let (kvmasters, tls) = (self.kvmasters.clone(), self.tls.clone());
+        let (kvmasters, tls, whole) = (self.kvmasters.clone(), self.tls.clone(), self.whole.clone());
+        self.bootstrapping.extend(orders.iter().map(|order| (order.key.clone(), order.clone())));
         self.bootstraps.spawn(async move {
             let mut worker_uids: Vec<String> = orders.iter().map(|order| order.key.worker.to_string()).collect();
             worker_uids.sort_unstable();
             worker_uids.dedup();
-            for address in &kvmasters {
-                match bootstrap::fetch(address, worker_uids.clone(), tls.as_ref()).await {
-                    Ok(histories) => return (orders, histories),
-                    Err(error) => tracing::debug!(error = error.to_string(), "kv_bootstrap_failed"),
+            let mut broken = Vec::new();
+            for address in kvmasters {
+                match bootstrap::fetch(&address, worker_uids.clone(), tls.as_ref(), &whole).await {
+                    Ok(()) => break,
+                    Err(error) => {
+                        tracing::debug!(error = error.to_string(), "kv_bootstrap_failed");
+                        if error.is_broken_history() {
+                            broken.push(address);
+                        }
+                    }
                 }
             }
-            (orders, HashMap::new())
+            Bootstrapped { orders, broken }
         });
     }
 
-    fn bootstrapped(&mut self, orders: Vec<CatchUpOrder>, mut histories: HashMap<SourceKey, History>) {
+    fn whole_snapshot(&mut self, key: &SourceKey, history: History) {
+        let Some(order) = self.bootstrapping.remove(key) else { return };
+        if self.tracker.is_open(&order) {
+            self.bootstrapped_sources += 1;
+            self.tracker.answer(&order, Ok(history), self.now());
+        }
+    }
+
+    fn bootstrapped(&mut self, bootstrapped: Bootstrapped) {
+        let Bootstrapped { orders, broken } = bootstrapped;
+        for kvmaster in broken {
+            self.tracker.refuse(Refusal::BrokenHistory, &kvmaster, self.now());
+        }
         for order in orders {
-            if !self.tracker.is_open(&order) {
-                continue;
+            if self.bootstrapping.get(&order.key).is_some_and(|asked| asked.number == order.number) {
+                self.bootstrapping.remove(&order.key);
             }
-            match histories.remove(&order.key) {
-                Some(history) => {
-                    self.bootstrapped_sources += 1;
-                    self.tracker.answer(&order, Ok(history), self.now());
-                }
-                None => self.start_fetch(order),
+            if self.tracker.is_open(&order) {
+                self.start_fetch(order);
             }
         }
     }
 
     fn answered(&mut self, order: &CatchUpOrder, answer: Result<History, EventsError>) {
+        let now = self.now();
         let answer = answer.map_err(|error| {
             tracing::debug!(
                 worker = order.key.worker.as_str(),
@@ -396,8 +488,11 @@ impl Worker {
                 error = error.to_string(),
                 "kv_catch_up_failed"
             );
+            if error.is_broken_history() {
+                self.tracker.refuse(Refusal::BrokenHistory, order.key.worker.as_str(), now);
+            }
         });
-        self.tracker.answer(order, answer, self.now());
+        self.tracker.answer(order, answer, now);
     }
 
     fn publish_stats(&self) {
@@ -408,6 +503,7 @@ impl Worker {
             catching_up_sources,
             silent_sources,
             bootstrapped_sources: self.bootstrapped_sources,
+            overrun_messages: self.bus.overrun_messages(),
             counters: self.tracker.counters(),
         };
     }

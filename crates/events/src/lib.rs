@@ -12,23 +12,27 @@
 mod bootstrap;
 mod bus;
 mod care;
+#[cfg(test)]
+mod cases;
 mod catch_up;
 pub mod convert;
 mod credentials;
 mod error;
 mod feed;
+mod refusals;
 mod relay;
 mod subject;
 mod tracker;
 mod vllm;
 mod worker_channel;
 
-pub use bootstrap::bootstrap_chunks;
+pub use bootstrap::{BootstrapAnswer, Bootstraps, SharedParts};
 pub use bus::BusSettings;
 pub use care::care_for_index;
 pub use credentials::Credentials;
 pub use error::EventsError;
 pub use feed::{FeedSettings, FeedStats, IndexFeed};
+pub use refusals::RefusalCounts;
 pub use relay::{Relay, RelaySettings, RelayStats, RelayWorker, RelayWorkerStats};
 pub use subject::Subjects;
 pub use tracker::{FeedWorker, TrackerCounters};

@@ -28,8 +28,8 @@ use crate::{
     worker_channel::{self, retry_delay},
 };
 
-/// Most bytes of one message; batches are packed below it.
-const MOST_MESSAGE_BYTES: usize = 512 * 1024;
+/// Most bytes of one message; batches are packed below it, and receivers refuse more.
+pub(crate) const MOST_MESSAGE_BYTES: usize = 512 * 1024;
 const SHORTEST_RETRY: Duration = Duration::from_millis(50);
 const LONGEST_RETRY: Duration = Duration::from_secs(2);
 const CALL_TIME_LIMIT: Duration = Duration::from_secs(5);
@@ -117,7 +117,8 @@ impl Relay {
     /// The settings of the bus are wrong.
     pub async fn start(settings: RelaySettings) -> Result<Self, EventsError> {
         let subjects = Subjects::new(&settings.bus.cluster)?;
-        let bus = Bus::connect(&settings.bus).await?;
+        // A relay subscribes to nothing.
+        let bus = Bus::connect(&settings.bus, 1).await?;
         let runtime = tokio::runtime::Handle::current();
         Ok(Self { bus, subjects, tls: settings.worker_tls, runtime, running: Mutex::default() })
     }
@@ -286,7 +287,8 @@ impl Relaying {
 
     /// Publishes what is packed, in order.
     async fn publish(&mut self, packed: &mut Packed) -> Result<(), EventsError> {
-        let most_bytes = self.bus.client.max_payload();
+        // A batch that is too large alone is a gap for the indexes, which fetch it from the worker.
+        let most_bytes = self.bus.client.max_payload().min(MOST_MESSAGE_BYTES);
         for (rank, message) in std::mem::take(packed).messages {
             let payload = message.encode_to_vec();
             let last =

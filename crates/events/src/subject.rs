@@ -26,6 +26,14 @@ impl Subjects {
         format!("{}.kv.{worker_uid}.{rank}", self.prefix)
     }
 
+    /// Which worker and rank events on a subject are about; none for a subject of another kind.
+    #[must_use]
+    pub fn speaker<'subject>(&self, subject: &'subject str) -> Option<(&'subject str, u32)> {
+        let (worker_uid, rank) = subject.strip_prefix(&self.prefix)?.strip_prefix(".kv.")?.split_once('.')?;
+        check_token("worker_uid", worker_uid).ok()?;
+        Some((worker_uid, rank.parse().ok()?))
+    }
+
     /// Events of all ranks of all workers.
     #[must_use]
     pub fn all_events(&self) -> String {
@@ -64,6 +72,12 @@ mod tests {
         assert_eq!("kvist.v1.home.kv.w-1.3", subjects.events("w-1", 3));
         assert_eq!("kvist.v1.home.tombstone.w-1", subjects.tombstone(&"w-1".into()));
         assert_eq!("kvist.v1.home.kv.>", subjects.all_events());
+        assert_eq!(Some(("w-1", 3)), subjects.speaker("kvist.v1.home.kv.w-1.3"));
+        for stranger in
+            ["kvist.v1.home.kv.w-1", "kvist.v1.home.kv.w-1.3.4", "kvist.v1.home.kv..3", "kvist.v1.other.kv.w.3"]
+        {
+            assert_eq!(None, subjects.speaker(stranger), "{stranger}");
+        }
         assert_eq!("kvist.v1.home.tombstone.>", subjects.all_tombstones());
     }
 

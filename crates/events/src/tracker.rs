@@ -14,7 +14,11 @@ use kvist_blocks::{Batch, BlockHash, Incarnation, Rank, SourceKey, Tier, WorkerU
 use kvist_index::{Applied, DigestVerdict, Index};
 use rand::{Rng as _, rngs::SmallRng};
 
-use crate::{convert::StatedDigest, worker_channel::retry_delay};
+use crate::{
+    convert::StatedDigest,
+    refusals::{Refusal, RefusalCounts, Refusals},
+    worker_channel::retry_delay,
+};
 
 const SHORTEST_RETRY: Duration = Duration::from_millis(50);
 const LONGEST_RETRY: Duration = Duration::from_secs(5);
@@ -22,6 +26,9 @@ const LONGEST_RETRY: Duration = Duration::from_secs(5);
 /// all of it every few seconds.
 const SHORTEST_MISMATCH_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_MISMATCH_PAUSE: Duration = Duration::from_secs(60);
+/// Incarnations are microseconds of the Unix time at which an engine started; a worker's clock may be ahead by so much.
+/// What claims to come from further in the future is a damaged number: believed, it would outlast every true one.
+const MOST_CLOCK_LEAD_MICROS: u64 = 24 * 3600 * 1_000_000;
 
 /// A worker whose cache the index describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,6 +61,13 @@ pub(crate) struct Moment {
     pub(crate) unix_nanos: u64,
 }
 
+impl Moment {
+    /// Whether an engine may have started as an incarnation by this time.
+    fn may_have_seen(self, incarnation: Incarnation) -> bool {
+        incarnation.0 <= (self.unix_nanos / 1_000).saturating_add(MOST_CLOCK_LEAD_MICROS)
+    }
+}
+
 /// A question to a worker. The answer carries the number, so that one to a superseded question is told apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CatchUpOrder {
@@ -62,6 +76,8 @@ pub(crate) struct CatchUpOrder {
     pub(crate) address: String,
     /// What was applied: incarnation, and sequence of the last batch. None asks for a snapshot.
     pub(crate) resume: Option<(Incarnation, Option<u64>)>,
+    /// How many questions before this one had no answer.
+    pub(crate) attempt: u32,
     pub(crate) delay: Duration,
 }
 
@@ -94,10 +110,6 @@ pub struct TrackerCounters {
     pub refused_batches: u64,
     /// Batches that could not be kept while a source caught up.
     pub dropped_batches: u64,
-    /// Statements of workers that the cluster state does not name.
-    pub unknown_workers: u64,
-    /// Statements that could not be understood.
-    pub malformed: u64,
     /// Gaps seen in sequences.
     pub gaps: u64,
     /// Digests that agreed.
@@ -114,6 +126,9 @@ pub struct TrackerCounters {
     pub tombstones: u64,
     /// Time between the record of the last applied batch and its place in the index.
     pub last_lag_micros: u64,
+    /// What could not be used.
+    #[serde(flatten)]
+    pub refusals: RefusalCounts,
 }
 
 #[derive(Debug)]
@@ -144,6 +159,7 @@ pub(crate) struct Tracker {
     next_number: u64,
     rng: SmallRng,
     counters: TrackerCounters,
+    refusals: Refusals,
     orders: Vec<CatchUpOrder>,
 }
 
@@ -158,12 +174,13 @@ impl Tracker {
             next_number: 0,
             rng,
             counters: TrackerCounters::default(),
+            refusals: Refusals::default(),
             orders: Vec::new(),
         }
     }
 
     pub(crate) fn counters(&self) -> TrackerCounters {
-        self.counters
+        TrackerCounters { refusals: self.refusals.counts(), ..self.counters }
     }
 
     /// Questions that arose since the last call; each replaces an earlier one of the same source.
@@ -270,7 +287,7 @@ impl Tracker {
     /// A batch from the bus.
     pub(crate) fn batch(&mut self, key: &SourceKey, incarnation: Incarnation, batch: Batch, now: Moment) {
         let most_kept = self.settings.most_kept_batches;
-        self.start_anew(key, incarnation, batch.sequence);
+        self.start_anew(key, incarnation, batch.sequence, now);
         let Some(tracked) = self.hear(key, incarnation, now) else { return };
         if let Some(catching_up) = &mut tracked.catching_up {
             if incarnation < tracked.incarnation {
@@ -297,7 +314,7 @@ impl Tracker {
 
     /// A digest from the bus.
     pub(crate) fn digest(&mut self, key: &SourceKey, incarnation: Incarnation, digest: &StatedDigest, now: Moment) {
-        self.start_anew(key, incarnation, digest.next_sequence);
+        self.start_anew(key, incarnation, digest.next_sequence, now);
         let Some(tracked) = self.hear(key, incarnation, now) else { return };
         if tracked.catching_up.is_none() {
             match self.verify(key, incarnation, digest, now) {
@@ -311,7 +328,7 @@ impl Tracker {
 
     /// Something of a source that could not be understood: what it said is unknown, so all of it is fetched.
     pub(crate) fn malformed(&mut self, key: &SourceKey, incarnation: Incarnation, now: Moment) {
-        self.counters.malformed += 1;
+        self.refusals.note(Refusal::Malformed, key.worker.as_str(), now.since_start);
         if self.hear(key, incarnation, now).is_some_and(|tracked| tracked.catching_up.is_none()) {
             self.index.expect_source(key, incarnation);
             // An incarnation that is closed has no source, and nobody to ask.
@@ -321,9 +338,9 @@ impl Tracker {
         }
     }
 
-    /// Something that does not even say who speaks.
-    pub(crate) fn unreadable(&mut self) {
-        self.counters.malformed += 1;
+    /// Something that opens nothing, whoever speaks.
+    pub(crate) fn refuse(&mut self, refusal: Refusal, speaker: &str, now: Moment) {
+        self.refusals.note(refusal, speaker, now.since_start);
     }
 
     /// A worker's answer.
@@ -412,7 +429,11 @@ impl Tracker {
     fn hear(&mut self, key: &SourceKey, incarnation: Incarnation, now: Moment) -> Option<&mut Tracked> {
         let is_known = self.workers.get(&key.worker).is_some_and(|worker| key.rank.0 < worker.ranks);
         if !is_known {
-            self.counters.unknown_workers += 1;
+            self.refusals.note(Refusal::UnknownWorker, key.worker.as_str(), now.since_start);
+            return None;
+        }
+        if !now.may_have_seen(incarnation) {
+            self.refusals.note(Refusal::Garbage, key.worker.as_str(), now.since_start);
             return None;
         }
         let tracked = self.sources.entry(key.clone()).or_insert_with(|| Tracked::new(incarnation, now));
@@ -486,10 +507,11 @@ impl Tracker {
 
     /// The very beginning of a newer start needs no history: a question about the older one is dropped, its worker is
     /// gone anyway.
-    fn start_anew(&mut self, key: &SourceKey, incarnation: Incarnation, position: u64) {
+    fn start_anew(&mut self, key: &SourceKey, incarnation: Incarnation, position: u64, now: Moment) {
         if let Some(tracked) = self.sources.get_mut(key)
             && position == 0
             && incarnation > tracked.incarnation
+            && now.may_have_seen(incarnation)
         {
             tracked.catching_up = None;
         }
@@ -528,6 +550,7 @@ impl Tracker {
             key: key.clone(),
             address: worker.address.clone(),
             resume: position.filter(|_| resumes),
+            attempt,
             delay,
         });
     }

@@ -356,7 +356,7 @@ fn steps() -> impl Strategy<Value = Vec<(usize, Step)>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(crate::cases::usually(150))]
 
     /// R20, R21, R22, R23, R24.
     #[test]
@@ -492,7 +492,7 @@ fn statements_of_strangers_are_counted_and_open_nothing() {
     let batch = Batch { sequence: 0, recorded_at_unix_nanos: 0, events: Vec::new() };
     world.tracker.batch(&stranger, Incarnation(5), batch, world.now);
     assert_eq!(None, world.index.source(&stranger));
-    assert_eq!(1, world.tracker.counters().unknown_workers);
+    assert_eq!(1, world.tracker.counters().refusals.unknown_workers);
 }
 
 #[test]

@@ -1,17 +1,19 @@
 //! Ledger to index over a real NATS server, with everything that may go wrong on the way.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "functions beside the tests")]
 
+#[path = "flow/bad_input.rs"]
+mod bad_input;
+#[path = "flow/mass_recovery.rs"]
+mod mass_recovery;
 mod support;
 
 use std::{sync::Arc, time::Duration};
 
 use kvist_blocks::{Incarnation, Rank, SourceKey, TierDigest};
-use kvist_events::{
-    BusSettings, FeedSettings, FeedWorker, IndexFeed, Relay, RelaySettings, RelayWorker, bootstrap_chunks,
-};
+use kvist_events::{Bootstraps, BusSettings, FeedSettings, FeedWorker, IndexFeed, Relay, RelaySettings, RelayWorker};
 use kvist_index::{Index, IndexSettings, SourceState, SourceStatus};
 use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
-use support::{Forwarder, NatsServer, ScriptedKvMaster, ScriptedWorker, eventually};
+use support::{Forwarder, MINUTES, NatsServer, ScriptedKvMaster, ScriptedWorker, eventually, eventually_within};
 
 /// Where the relay speaks, and where the feed listens; a forwarder stands between.
 const SPOKEN: &str = "spoken";
@@ -28,16 +30,21 @@ struct Mesh {
 impl Mesh {
     async fn start(digest_interval: Duration) -> Option<Self> {
         let nats = NatsServer::start()?;
+        Some(Self::start_on(nats, |settings| settings.digest_interval = digest_interval).await)
+    }
+
+    async fn start_on(nats: NatsServer, set: impl FnOnce(&mut FeedSettings)) -> Self {
         let forwarder = Forwarder::start(&nats.url(), SPOKEN, HEARD).await;
         let relay = Relay::start(RelaySettings::new(BusSettings::new(nats.url(), SPOKEN))).await.unwrap();
         let index = Arc::new(Index::new(IndexSettings { byte_budget: 1 << 30 }));
         let mut settings = FeedSettings::new(BusSettings::new(nats.url(), HEARD));
-        settings.digest_interval = digest_interval;
+        settings.digest_interval = LONG;
         settings.catch_up_spread = Duration::from_millis(20);
+        set(&mut settings);
         let feed = IndexFeed::start(settings, index).await.unwrap();
         let mesh = Self { forwarder, relay, feed, nats };
         mesh.until_connected().await;
-        Some(mesh)
+        mesh
     }
 
     async fn until_connected(&self) {
@@ -125,8 +132,8 @@ async fn after_random_activity_index_and_ledgers_have_equal_digests() {
     assert_eq!(3, sources.len());
     assert!(sources.iter().all(|source| source.heard_at.is_some()));
     // A whole index as snapshots: one end mark, and every source in between.
-    let chunks = bootstrap_chunks(mesh.feed.index(), &["one".to_owned()]);
-    assert!(chunks.len() >= 3, "{}", chunks.len());
+    let answer = Bootstraps::new(Arc::clone(mesh.feed.index())).answer(&["one".to_owned()]);
+    assert_eq!(3, answer.count());
     let relayed = mesh.relay.stats();
     assert_eq!(10, relayed.workers["one"].incarnation);
     assert!(relayed.workers["two"].batches > 0 && relayed.workers["two"].dropped_batches == 0, "{relayed:?}");
@@ -286,16 +293,16 @@ async fn a_new_index_comes_from_a_kv_master_and_from_the_workers_where_that_fail
     eventually("the master's index is exact", || is_exact(mesh.feed.index())).await;
     let questions = || workers.iter().map(|worker| worker.snapshots_and_questions().1).sum::<u64>();
 
-    // The first of these is dead, the second breaks off, the third is whole.
+    // The first of these is dead, the second breaks off after three sources, the third is whole.
     let dead = "127.0.0.1:1".to_owned();
     let broken = ScriptedKvMaster::start(Arc::clone(mesh.feed.index()), Some(3)).await;
     let whole = ScriptedKvMaster::start(Arc::clone(mesh.feed.index()), None).await;
     for (kvmasters, bootstrapped, asked) in [
         (vec![dead.clone(), broken.address(), whole.address()], 5, 0),
-        (vec![dead, broken.address()], 0, 5),
+        (vec![dead, broken.address()], 3, 2),
         (Vec::new(), 0, 5),
     ] {
-        let before = questions();
+        let (before, breaks_off) = (questions(), kvmasters.contains(&broken.address()));
         let mut settings = FeedSettings::new(BusSettings::new(mesh.nats.url(), HEARD));
         settings.digest_interval = LONG;
         settings.kvmasters = kvmasters;
@@ -304,6 +311,8 @@ async fn a_new_index_comes_from_a_kv_master_and_from_the_workers_where_that_fail
         eventually("the bus is there", || feed.is_bus_connected()).await;
         feed.set_workers(feed_workers(&named));
         eventually("the new index is exact", || is_exact(feed.index())).await;
-        assert_eq!((bootstrapped, asked), (feed.stats().bootstrapped_sources, questions() - before));
+        let stats = feed.stats();
+        assert_eq!((bootstrapped, asked), (stats.bootstrapped_sources, questions() - before));
+        assert_eq!(u64::from(breaks_off), stats.counters.refusals.broken_histories);
     }
 }

@@ -4,7 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use kvist_blocks::{BlockHash, HashSeed, Incarnation, Namespace, SourceKey, WorkerUid};
 use kvist_errors::{Code, KvistError};
-use kvist_events::{BusSettings, FeedSettings, FeedWorker, IndexFeed, bootstrap_chunks, care_for_index, convert};
+use kvist_events::{
+    BootstrapAnswer, Bootstraps, BusSettings, FeedSettings, FeedWorker, IndexFeed, care_for_index, convert,
+};
 use kvist_index::{Index, IndexSettings, Overlap};
 use kvist_proto::{
     controller::v1::ClusterState,
@@ -41,6 +43,9 @@ struct Settings {
     digest_interval_ms: u64,
 }
 
+/// Bytes of a bootstrap that are handed to Python at once, or one source when that has more.
+const PARTS_BYTES: usize = 256 * 1024;
+
 fn default_digest_interval_ms() -> u64 {
     5_000
 }
@@ -58,6 +63,7 @@ pub(crate) struct IndexService {
     handle: Handle,
     settings: Settings,
     index: Arc<Index>,
+    bootstraps: Arc<Bootstraps>,
     followed: Mutex<Followed>,
     feed: Mutex<Option<Arc<IndexFeed>>>,
     caring: Mutex<Option<AbortOnDropHandle<()>>>,
@@ -74,6 +80,7 @@ impl IndexService {
         Ok(Self {
             handle: runtime.handle()?,
             settings,
+            bootstraps: Bootstraps::new(Arc::clone(&index)),
             index,
             followed: Mutex::default(),
             feed: Mutex::new(None),
@@ -164,17 +171,38 @@ impl IndexService {
         Ok(serde_json::to_string(&self.feed()?.stats()).unwrap_or_default())
     }
 
-    /// Encoded `BootstrapResponse`s: snapshots of the sources of the named workers, or of all when none is named.
-    fn bootstrap_chunks<'py>(&self, py: Python<'py>, worker_uids: Vec<String>) -> Vec<Bound<'py, PyBytes>> {
-        let chunks: Vec<Vec<u8>> = py
-            .detach(|| bootstrap_chunks(&self.index, &worker_uids).iter().map(prost::Message::encode_to_vec).collect());
-        chunks.iter().map(|chunk| PyBytes::new(py, chunk)).collect()
+    /// Snapshots of the sources of the named workers, or of all when none is named.
+    fn bootstrap(&self, worker_uids: Vec<String>) -> IndexSnapshots {
+        IndexSnapshots(Mutex::new(self.bootstraps.answer(&worker_uids)))
     }
 
     /// Ends the feed; what is known stays. Idempotent.
     fn stop(&self, py: Python<'_>) {
         let running = (self.feed.lock().take(), self.caring.lock().take());
         py.detach(|| drop(running));
+    }
+}
+
+/// One reader's way through an index.
+#[pyclass(frozen, module = "kvist._core")]
+pub(crate) struct IndexSnapshots(Mutex<BootstrapAnswer>);
+
+#[pymethods]
+impl IndexSnapshots {
+    /// The next encoded `BootstrapResponse`s, some hundred kilobytes of them; none after the end mark. Walks the index.
+    fn next_parts<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        let parts = py.detach(|| {
+            let (mut parts, mut bytes) = (Vec::new(), 0);
+            let mut answer = self.0.lock();
+            while bytes < PARTS_BYTES
+                && let Some(of_source) = answer.next()
+            {
+                let encoded = of_source.iter().map(prost::Message::encode_to_vec);
+                parts.extend(encoded.inspect(|part| bytes += part.len()));
+            }
+            parts
+        });
+        parts.iter().map(|part| PyBytes::new(py, part)).collect()
     }
 }
 

@@ -23,6 +23,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<engine_host::Host>()?;
     module.add_class::<engine_host::Sink>()?;
     module.add_class::<index_service::IndexService>()?;
+    module.add_class::<index_service::IndexSnapshots>()?;
     module.add_class::<relay::Relay>()?;
     module.add_class::<router_server::RouterServer>()?;
     module.add_class::<runtime::Runtime>()?;

@@ -215,7 +215,7 @@ impl FeedMetrics {
         let raise = |counter: &Counter, total: u64| {
             counter.inc_by(total.saturating_sub(counter.get()));
         };
-        let counters = &stats.counters;
+        let (counters, refusals) = (&stats.counters, &stats.counters.refusals);
         self.bus_connected.set(stats.bus_connected.into());
         self.silent_sources.set(stats.silent_sources as i64);
         self.event_lag_seconds.set(counters.last_lag_micros as f64 / 1e6);
@@ -233,8 +233,13 @@ impl FeedMetrics {
             (&self.skipped_batches, "duplicate", counters.duplicate_batches),
             (&self.skipped_batches, "old_incarnation", counters.refused_batches),
             (&self.skipped_batches, "no_room", counters.dropped_batches),
-            (&self.refused_statements, "unknown_worker", counters.unknown_workers),
-            (&self.refused_statements, "malformed", counters.malformed),
+            (&self.refused_statements, "garbage", refusals.garbage),
+            (&self.refused_statements, "oversized", refusals.oversized),
+            (&self.refused_statements, "wrong_subject", refusals.wrong_subject),
+            (&self.refused_statements, "unknown_worker", refusals.unknown_workers),
+            (&self.refused_statements, "malformed", refusals.malformed),
+            (&self.refused_statements, "broken_history", refusals.broken_histories),
+            (&self.refused_statements, "overrun", stats.overrun_messages),
         ] {
             raise(&family.get_or_create(&ReasonLabel { reason }), total);
         }

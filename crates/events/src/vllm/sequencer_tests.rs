@@ -179,7 +179,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #![proptest_config(crate::cases::usually(1000))]
 
     /// R14, R15, R16.
     #[test]

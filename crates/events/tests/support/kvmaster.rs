@@ -3,14 +3,14 @@
 use std::{net::SocketAddr, pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt as _};
-use kvist_events::bootstrap_chunks;
+use kvist_events::Bootstraps;
 use kvist_index::Index;
 use kvist_proto::kvmaster::v1::{
     kv_master_service_server::{KvMasterService, KvMasterServiceServer},
     *,
 };
-use tokio::{net::TcpListener, task::JoinHandle};
-use tokio_stream::wrappers::TcpListenerStream;
+use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status};
 
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -26,7 +26,7 @@ impl ScriptedKvMaster {
     pub(crate) async fn start(index: Arc<Index>, most_parts: Option<usize>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let service = KvMasterServiceServer::new(Service { index, most_parts });
+        let service = KvMasterServiceServer::new(Service { bootstraps: Bootstraps::new(index), most_parts });
         let server = tonic::transport::Server::builder().add_service(service);
         let server = tokio::spawn(async move {
             server.serve_with_incoming(TcpListenerStream::new(listener)).await.unwrap();
@@ -46,7 +46,7 @@ impl Drop for ScriptedKvMaster {
 }
 
 struct Service {
-    index: Arc<Index>,
+    bootstraps: Arc<Bootstraps>,
     most_parts: Option<usize>,
 }
 
@@ -56,9 +56,12 @@ impl KvMasterService for Service {
     type WatchSourcesStream = BoxStream<WatchSourcesResponse>;
 
     async fn bootstrap(&self, request: Request<BootstrapRequest>) -> Result<Response<Self::BootstrapStream>, Status> {
-        let parts = bootstrap_chunks(&self.index, &request.into_inner().worker_uids);
-        let most_parts = self.most_parts.unwrap_or(parts.len());
-        Ok(Response::new(futures::stream::iter(parts.into_iter().take(most_parts)).map(Ok).boxed()))
+        let answer = self.bootstraps.answer(&request.into_inner().worker_uids);
+        let parts = answer.flat_map(|parts| parts.to_vec()).take(self.most_parts.unwrap_or(usize::MAX));
+        let (sender, receiver) = mpsc::channel(16);
+        // Walking an index is nothing for the threads that serve everybody.
+        tokio::task::spawn_blocking(move || parts.map(Ok).try_for_each(|part| sender.blocking_send(part)));
+        Ok(Response::new(ReceiverStream::new(receiver).boxed()))
     }
 
     async fn lookup(&self, _: Request<LookupRequest>) -> Result<Response<LookupResponse>, Status> {

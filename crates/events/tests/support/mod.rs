@@ -15,9 +15,21 @@ pub(crate) use worker::ScriptedWorker;
 
 /// Waits for a condition, for as long as the slowest machine may need.
 pub(crate) async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    wait(Duration::from_secs(30), Duration::from_millis(2), what, &mut condition).await;
+}
+
+/// What takes a machine with better things to do that long.
+pub(crate) const MINUTES: Duration = Duration::from_secs(300);
+
+/// Waits for a condition that many have to come together for.
+pub(crate) async fn eventually_within(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    wait(limit, Duration::from_millis(500), what, &mut condition).await;
+}
+
+async fn wait(limit: Duration, pause: Duration, what: &str, condition: &mut impl FnMut() -> bool) {
+    let deadline = Instant::now() + limit;
     while !condition() {
         assert!(Instant::now() < deadline, "not in time: {what}");
-        tokio::time::sleep(Duration::from_millis(2)).await;
+        tokio::time::sleep(pause).await;
     }
 }

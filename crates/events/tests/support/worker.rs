@@ -15,7 +15,11 @@ use kvist_proto::{
     events::v1::SourceId,
 };
 use parking_lot::Mutex;
-use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, watch},
+    task::JoinHandle,
+};
 use tokio_stream::{
     StreamExt as _,
     wrappers::{TcpListenerStream, UnboundedReceiverStream},
@@ -32,6 +36,31 @@ struct State {
     is_alive: bool,
     snapshots: u64,
     questions: u64,
+    open_questions: Gauge,
+    may_answer: watch::Sender<bool>,
+    broken_answers: u64,
+}
+
+/// How many of something there are, and have been at most.
+#[derive(Clone, Default)]
+struct Gauge(Arc<Mutex<(u64, u64)>>);
+
+/// One of them.
+struct Counted(Gauge);
+
+impl Gauge {
+    fn enter(&self) -> Counted {
+        let mut numbers = self.0.lock();
+        numbers.0 += 1;
+        numbers.1 = numbers.1.max(numbers.0);
+        Counted(self.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.lock().0 -= 1;
+    }
 }
 
 impl State {
@@ -70,6 +99,9 @@ impl ScriptedWorker {
             is_alive: true,
             snapshots: 0,
             questions: 0,
+            open_questions: Gauge::default(),
+            may_answer: watch::channel(true).0,
+            broken_answers: 0,
         }));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -134,6 +166,25 @@ impl ScriptedWorker {
     pub(crate) fn snapshots_and_questions(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.snapshots, state.questions)
+    }
+
+    /// Questions without `follow` are answered only after [`ScriptedWorker::answer_again`].
+    pub(crate) fn hold_answers(&self) {
+        self.state.lock().may_answer.send_replace(false);
+    }
+
+    pub(crate) fn answer_again(&self) {
+        self.state.lock().may_answer.send_replace(true);
+    }
+
+    /// So many answers to questions without `follow` end before their end.
+    pub(crate) fn break_off_answers(&self, answers: u64) {
+        self.state.lock().broken_answers = answers;
+    }
+
+    /// Questions that wait for their answers, and most that ever did at once.
+    pub(crate) fn open_questions(&self) -> (u64, u64) {
+        *self.state.lock().open_questions.0.lock()
     }
 
     /// The process is gone: its streams end and nobody answers.
@@ -236,6 +287,14 @@ impl EngineService for Service {
     {
         Box::pin(async {
             let request = request.into_inner();
+            let (open_questions, mut may_answer) = {
+                let state = self.0.lock();
+                (state.open_questions.clone(), state.may_answer.subscribe())
+            };
+            if !request.follow {
+                let _open = open_questions.enter();
+                may_answer.wait_for(|may| *may).await.unwrap();
+            }
             let state = &mut *self.0.lock();
             if !state.is_alive {
                 return Err(Status::unavailable("dead"));
@@ -247,7 +306,12 @@ impl EngineService for Service {
                     continue;
                 }
                 let resume = request.resume_after.iter().find(|position| position.rank == rank);
-                for part in Self::history(state, rank, resume) {
+                let mut parts = Self::history(state, rank, resume);
+                if !request.follow && state.broken_answers > 0 {
+                    state.broken_answers -= 1;
+                    parts.pop();
+                }
+                for part in parts {
                     sender.send(part).unwrap();
                 }
             }

@@ -127,10 +127,16 @@ class IndexService:
         """An encoded `StatsResponse`, without `role`."""
     def feed_stats(self) -> str:
         """Numbers of the feed as JSON text."""
-    def bootstrap_chunks(self, worker_uids: list[str]) -> list[bytes]:
-        """Encoded `BootstrapResponse`s of the named workers' sources, or of all when none is named."""
+    def bootstrap(self, worker_uids: list[str]) -> IndexSnapshots:
+        """Snapshots of the named workers' sources, or of all when none is named."""
     def stop(self) -> None:
         """Ends the feed; what is known stays. Idempotent."""
+
+class IndexSnapshots:
+    """One reader's way through an index."""
+
+    def next_parts(self) -> list[bytes]:
+        """The next encoded `BootstrapResponse`s; none after the end mark. Walks the index."""
 
 class Relay:
     """Publishes the KV events of a node's workers."""

@@ -32,7 +32,15 @@ _COUNTERS_BY_REASON: Final = (
     (
         names.INDEX_REFUSED_STATEMENTS,
         "Statements that could not be used.",
-        {"unknown_worker": "unknown_workers", "malformed": "malformed"},
+        {
+            "garbage": "garbage",
+            "oversized": "oversized",
+            "wrong_subject": "wrong_subject",
+            "unknown_worker": "unknown_workers",
+            "malformed": "malformed",
+            "broken_history": "broken_histories",
+            "overrun": "overrun_messages",
+        },
     ),
 )
 

@@ -19,6 +19,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _SourceKey = tuple[str, int, int]
 
 
+class Snapshots(Protocol):
+    """An answer to `Bootstrap`; `_core.IndexSnapshots` is one."""
+
+    def next_parts(self) -> list[bytes]:
+        """The next encoded `BootstrapResponse`s, the end mark last; empty after it."""
+        ...
+
+
 class ClusterIndex(Protocol):
     """What the service asks of the index; `_core.IndexService` is one."""
 
@@ -30,8 +38,8 @@ class ClusterIndex(Protocol):
         """An encoded `StatsResponse`."""
         ...
 
-    def bootstrap_chunks(self, worker_uids: list[str]) -> list[bytes]:
-        """Encoded `BootstrapResponse`s."""
+    def bootstrap(self, worker_uids: list[str]) -> Snapshots:
+        """Snapshots of the named workers' sources, or of all."""
         ...
 
 
@@ -68,17 +76,11 @@ class KvMasterService(KvMasterServiceServicer):
         """Snapshots of all sources, each stating its position, then the end."""
         self._require_sync()
         with core_errors():
-            chunks = await asyncio.to_thread(self._index.bootstrap_chunks, list(request.worker_uids))
-        is_done = False
-        sources: set[_SourceKey] = set()
-        for chunk in chunks:
-            response = pb.BootstrapResponse.FromString(chunk)
-            is_done = response.WhichOneof("part") == "done"
-            if not is_done:
-                sources.add(_key(response.snapshot.source))
-            yield response
-        if not is_done:
-            yield pb.BootstrapResponse(done=pb.BootstrapDone(sources=len(sources)))
+            snapshots = self._index.bootstrap(list(request.worker_uids))
+            # A reader that is slow holds up this generator, and nothing more is read from the index meanwhile.
+            while parts := await asyncio.to_thread(snapshots.next_parts):
+                for part in parts:
+                    yield pb.BootstrapResponse.FromString(part)
 
     async def WatchSources(
         self, request: pb.WatchSourcesRequest, context: _Context
