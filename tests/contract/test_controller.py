@@ -10,6 +10,7 @@ from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFU
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
 from kvist_controller.plain import from_struct
+from kvist_controller.silence import Silence, Suspect
 from support.control_plane import ClusterReader, ControlPlane, ScriptedAgent, control_plane, manifest
 
 LIMIT_SECONDS = 30
@@ -264,6 +265,59 @@ async def test_replicas_of_a_silent_node_move_after_its_lease_and_the_patience(t
         async with ScriptedAgent(plane.stub, uid="node-a") as back:
             await back.until(lambda: back.assignment.assignment_number)
             assert not back.assignment.workers
+
+
+async def test_a_worker_that_is_silent_with_its_node_leaves_after_the_lease_and_comes_back_with_it(
+    tmp_path: Path,
+) -> None:
+    """R28."""
+    lives = {"lives": True}
+
+    async def ask(suspect: Suspect) -> bool:
+        return lives[suspect.worker_uid]
+
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        control_plane(tmp_path / "s", lease_seconds=0.5, silence=Silence(ask)) as plane,
+    ):
+        reader = ClusterReader(plane.stub)
+        async with ScriptedAgent(plane.stub) as agent:
+            await apply(plane, manifest(replicas=2))
+            await agent.until(lambda: len(agent.assignment.workers) == 2)
+            first, second = agent.assignment.workers
+            lives |= {first.worker_uid: True, second.worker_uid: False}
+            agent.make_ready(first, incarnation=100)
+            agent.make_ready(second, incarnation=101)
+            await agent.beat()
+            before = await reader.until(lambda state: len(state.workers) == 2)
+        # The agent is gone. One of its workers answers the controller, and goes on serving.
+        after = await reader.until(lambda state: len(state.workers) == 1)
+        assert [first.worker_uid] == [worker.target.worker_uid for worker in after.workers]
+        # Nobody has seen the other die: it may come back as what it was.
+        assert not after.dead_incarnations
+        status = await until_status(plane, "smol", lambda status: status["replicas"]["ready"] == 1)
+        assert "its node is silent, and it does not answer" in str(status["conditions"])
+        back = ScriptedAgent(plane.stub)
+        back.workers = agent.workers
+        async with back:
+            again = await reader.until(lambda state: len(state.workers) == 2)
+        assert list(again.workers) == list(before.workers)
+
+
+async def test_who_answers_for_another_or_not_at_all_is_silent() -> None:
+    async with asyncio.timeout(LIMIT_SECONDS), asyncio.TaskGroup() as group:
+        server = await asyncio.start_server(lambda *_: asyncio.sleep(LIMIT_SECONDS), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        mute = Suspect("mute", f"127.0.0.1:{port}", 1)
+        silence, changed = Silence(), asyncio.Event()
+        watching = group.create_task(silence.watch(lambda: [mute], changed.set))
+        assert not silence.workers([mute])
+        await changed.wait()
+        assert silence.workers([mute]) == {"mute"}
+        # Another incarnation of it is another suspect.
+        assert not silence.workers([Suspect("mute", mute.address, 2)])
+        watching.cancel()
+        server.close()
 
 
 async def test_a_restarted_controller_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kvist_controller.presence import PresenceTimes
 from kvist_controller.records import Keys
 from kvist_controller.service import ControllerService
 from kvist_controller.settings import RegistrySettings
+from kvist_controller.silence import Silence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,19 @@ class ControlPlane:
 
 @contextlib.asynccontextmanager
 async def control_plane(
-    path: Path, *, lease_seconds: float = 10.0, replace_after_seconds: float = 30.0, listen: str = "127.0.0.1:0"
+    path: Path,
+    *,
+    lease_seconds: float = 10.0,
+    replace_after_seconds: float = 30.0,
+    listen: str = "127.0.0.1:0",
+    silence: Silence | None = None,
 ) -> AsyncIterator[ControlPlane]:
     async with (
         SqliteStore(path) as store,
         lead(store, Keys("test").election, identity="test", ttl_seconds=5) as leadership,
     ):
         times = PresenceTimes(lease_seconds=lease_seconds, replace_after_seconds=replace_after_seconds)
-        controller = Controller(store, leadership, cluster="test", times=times)
+        controller = Controller(store, leadership, cluster="test", times=times, silence=silence)
         await controller.load()
         registry = RegistrySettings(lease_seconds=lease_seconds, heartbeat_interval_seconds=lease_seconds / 5)
         servicer = ControllerService(lambda: controller, registry)
@@ -55,11 +61,12 @@ async def control_plane(
             open_channel(server.address, retries=False) as channel,
             asyncio.TaskGroup() as group,
         ):
-            running = group.create_task(controller.run())
+            running = [group.create_task(controller.run()), group.create_task(controller.watch_silent_nodes())]
             try:
                 yield ControlPlane(controller, ControllerServiceStub(channel), server.address)
             finally:
-                running.cancel()
+                for task in running:
+                    task.cancel()
                 # The sessions end before the channel does, so that no handler outlives the store.
                 await server.stop(grace_seconds=0.0)
 

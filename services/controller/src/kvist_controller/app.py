@@ -92,11 +92,12 @@ class ControllerApp:
 
 
 async def _until_lost(controller: Controller, leadership: Leadership) -> None:
-    """Reconciles until the leadership ends."""
+    """Reconciles, and asks after the workers of silent nodes, until the leadership ends."""
     async with asyncio.TaskGroup() as group:
-        loop = group.create_task(controller.run())
+        tasks = [group.create_task(controller.run()), group.create_task(controller.watch_silent_nodes())]
         await leadership.lost.wait()
-        loop.cancel()
+        for task in tasks:
+            task.cancel()
     raise PreconditionError("another controller has taken over")
 
 

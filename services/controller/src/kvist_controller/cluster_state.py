@@ -1,6 +1,6 @@
 """What routers are told: models, pools, workers, recent deaths. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY
 from kvist.controller.v1.controller_pb2 import ClusterState, DeadIncarnation, Model, Pool, WorkerEntry
@@ -45,13 +45,14 @@ def build_cluster_state(
     nodes: Mapping[str, NodeRecord],
     contracts: Mapping[tuple[str, str], PoolContract],
     dead_incarnations: Mapping[str, int],
+    silent_workers: Collection[str],
 ) -> ClusterState:
     """Builds a cluster state without a version. Equal inputs give equal messages, so that nothing is sent twice."""
     state = ClusterState(cluster=cluster, hash_seed=hash_seed)
     for service in sorted(services, key=lambda service: service.name):
         state.models.append(_model(service, contracts))
     for slot in sorted(slots, key=lambda slot: slot.uid):
-        if is_usable(slot, dead_incarnations):
+        if slot.uid not in silent_workers and is_usable(slot, dead_incarnations):
             state.workers.append(_worker(slot, nodes.get(slot.node_uid)))
     state.dead_incarnations.extend(
         DeadIncarnation(worker_uid=uid, incarnation=incarnation)

@@ -29,6 +29,7 @@ from kvist_controller.presence import Presence, PresenceTimes
 from kvist_controller.records import Keys, NodeRecord, ServiceRecord, SlotRecord, decode_contract
 from kvist_controller.resources import INVALID_MANIFEST, MODEL_SERVICE_KIND, ModelServiceSpec
 from kvist_controller.revision import pool_revision
+from kvist_controller.silence import Silence, Suspect
 from kvist_controller.status import Observation, build_status
 from kvist_controller.verdict import PoolContract
 
@@ -78,6 +79,7 @@ class Controller:
         cluster: str,
         times: PresenceTimes,
         clocks: Clocks | None = None,
+        silence: Silence | None = None,
     ) -> None:
         self.cluster = cluster
         self.hash_seed = 0
@@ -90,6 +92,7 @@ class Controller:
         self._leadership = leadership
         self._keys = Keys(cluster)
         self._clocks = clocks or Clocks()
+        self._silence = silence or Silence()
         self._presence = Presence(times)
         self._fleet = Fleet(keys=self._keys, hash_seed=0, presence=self._presence)
         self._orders: dict[str, NodeOrders] = {}
@@ -156,6 +159,20 @@ class Controller:
                     await self._wake.wait()
             except TimeoutError:
                 continue
+
+    async def watch_silent_nodes(self) -> None:
+        """Asks the workers of nodes whose leases have ended, until cancelled."""
+        await self._silence.watch(self._suspects, self._wake.set)
+
+    def _suspects(self) -> list[Suspect]:
+        now_seconds = self._clocks.monotonic()
+        return [
+            Suspect(slot.uid, slot.status.address, slot.status.description.incarnation)
+            for slot in self._fleet.slots.values()
+            if slot.status is not None
+            and slot.status.address
+            and not self._presence.is_present(slot.node_uid, now_seconds=now_seconds)
+        ]
 
     # Resources.
 
@@ -300,8 +317,9 @@ class Controller:
     async def reconcile(self) -> None:
         """Decides, writes, tells."""
         now_seconds = self._clocks.monotonic()
+        silent = self._silence.workers(self._suspects())
         for service in list(self.services.values()):
-            self._reconcile_service(service, now_seconds=now_seconds)
+            self._reconcile_service(service, silent=silent, now_seconds=now_seconds)
         self._prune(now_seconds=now_seconds)
         state = build_cluster_state(
             cluster=self.cluster,
@@ -315,6 +333,7 @@ class Controller:
                 for uid, death in self._fleet.deaths.items()
                 if now_seconds - death.noted_at_seconds < DEATH_RETENTION_SECONDS
             },
+            silent_workers=silent,
         )
         encoded = state.SerializeToString(deterministic=True)
         # Still pending means that a write failed, so that what the store holds is unknown.
@@ -327,7 +346,7 @@ class Controller:
             self._publish(state, revision=revision)
         self._give_orders()
 
-    def _reconcile_service(self, service: ServiceRecord, *, now_seconds: float) -> None:
+    def _reconcile_service(self, service: ServiceRecord, *, silent: frozenset[str], now_seconds: float) -> None:
         spec = stored_spec(service)
         revision = pool_revision(spec)
         is_deleting = service.deleted_at_unix_nanos is not None
@@ -342,7 +361,7 @@ class Controller:
                 fleet.put_slot(replace(slot, spec=self._worker_spec(service, spec, slot.uid)))
         dead = fleet.dead_incarnations()
         slots = [
-            fleet.slot_view(slot, is_ready=is_usable(slot, dead), now_seconds=now_seconds)
+            fleet.slot_view(slot, is_ready=slot.uid not in silent and is_usable(slot, dead), now_seconds=now_seconds)
             for slot in fleet.slots_of(service.uid)
         ]
         steps = plan(
@@ -366,7 +385,9 @@ class Controller:
             fleet.pending[self._keys.resource(MODEL_SERVICE_KIND, service.name)] = None
             _log.info("service_deleted", service=service.name)
             return
-        self._state_status(service, remaining, desired=desired, revision=revision, unplaced=steps.unplaced)
+        self._state_status(
+            service, remaining, silent=silent, desired=desired, revision=revision, unplaced=steps.unplaced
+        )
 
     def _fix_contract(self, service: ServiceRecord, spec: ModelServiceSpec, revision: str) -> None:
         """A resource may pin what else the first accepted worker fixes."""
@@ -376,11 +397,18 @@ class Controller:
             self._fleet.put_contract(*key, pinned)
 
     def _state_status(
-        self, service: ServiceRecord, slots: Sequence[SlotRecord], *, desired: int, revision: str, unplaced: int
+        self,
+        service: ServiceRecord,
+        slots: Sequence[SlotRecord],
+        *,
+        silent: frozenset[str],
+        desired: int,
+        revision: str,
+        unplaced: int,
     ) -> None:
         dead = self._fleet.dead_incarnations()
         active = [slot for slot in slots if not slot.is_draining]
-        ready = [slot for slot in active if is_usable(slot, dead)]
+        ready = [slot for slot in active if slot.uid not in silent and is_usable(slot, dead)]
         observed = Observation(
             generation=service.generation,
             desired=desired,
@@ -392,7 +420,7 @@ class Controller:
             problems=tuple(
                 f"{slot.uid}: {message}"
                 for slot in sorted(active, key=lambda slot: slot.ordinal)
-                if slot not in ready and slot.status is not None and (message := status_with_verdict(slot).message)
+                if slot not in ready and (message := _problem(slot, silent))
             ),
             is_deleting=service.deleted_at_unix_nanos is not None,
         )
@@ -476,6 +504,12 @@ class Controller:
             if present.number == 0 or present.workers != tuple(workers):
                 self._orders[node_uid] = NodeOrders(present.number + 1, tuple(workers))
         self.order_changes.announce()
+
+
+def _problem(slot: SlotRecord, silent: frozenset[str]) -> str:
+    if slot.uid in silent:
+        return "its node is silent, and it does not answer"
+    return "" if slot.status is None else status_with_verdict(slot).message
 
 
 def not_leading() -> KvistError:
