@@ -26,6 +26,12 @@ class NatsProcess:
         """Where clients connect."""
         return f"nats://127.0.0.1:{self.port}"
 
+    @property
+    def process_id(self) -> int:
+        """Process id of the last start."""
+        assert self._process is not None
+        return self._process.pid
+
     async def start(self) -> None:
         """Starts it and waits until it answers."""
         binary = Path(sys.executable).with_name("nats-server")
@@ -51,6 +57,7 @@ class NatsProcess:
     async def stop(self) -> None:
         """Ends it."""
         if self._process is not None and self._process.returncode is None:
+            # A frozen process dies of this as well.
             self._process.send_signal(signal.SIGKILL)
             await self._process.wait()
 
