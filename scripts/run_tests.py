@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # What a default run leaves out.
 NOT_RUN = {
-    "deep": "long property and fuzz runs",
+    "deep": "long property runs and faults: ./task test:deep",
     "chaos": "faults under sustained load",
     "vllm": "a real vLLM engine",
     "kubernetes": "the chart on a control plane",
