@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use rand::SeedableRng as _;
 use tokio::{
-    sync::{Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
     task::{AbortHandle, JoinHandle, JoinSet},
     time::{Instant, MissedTickBehavior},
 };
@@ -26,8 +26,8 @@ use tonic::transport::ClientTlsConfig;
 use crate::{
     BusSettings, EventsError, FeedWorker, Subjects, TrackerCounters, bootstrap,
     bus::{Bus, is_connected_state},
-    catch_up,
     convert::{batch_from, digest_from, source_from, status_to},
+    lanes::Lanes,
     refusals::Refusal,
     relay::MOST_MESSAGE_BYTES,
     tracker::{CatchUpOrder, History, Moment, Tracker, TrackerSettings},
@@ -38,11 +38,6 @@ const TICK: Duration = Duration::from_millis(250);
 const MESSAGES_A_TURN: usize = 64;
 /// New sources from which on a KV master is asked: fewer are fetched as fast from their workers.
 const LEAST_BOOTSTRAP_SOURCES: usize = 4;
-/// A history that takes longer makes room for the others and is asked for anew among its equals, so that workers which are slow
-/// or gone delay nobody else.
-const QUICK_FETCH: Duration = Duration::from_millis(500);
-/// So many times [`FeedSettings::most_catch_ups`] slow histories are fetched at once.
-const SLOW_FETCHES_A_QUICK_ONE: usize = 8;
 /// Snapshots of a KV master that wait for their turn.
 const MOST_WAITING_SNAPSHOTS: usize = 4;
 
@@ -213,35 +208,6 @@ struct Bootstrapped {
     broken: Vec<String>,
 }
 
-/// Who may fetch.
-#[derive(Clone)]
-struct Lanes {
-    quick: Arc<Semaphore>,
-    slow: Arc<Semaphore>,
-}
-
-impl Lanes {
-    fn new(most_catch_ups: usize) -> Self {
-        let slow = most_catch_ups.saturating_mul(SLOW_FETCHES_A_QUICK_ONE).min(Semaphore::MAX_PERMITS);
-        Self { quick: Arc::new(Semaphore::new(most_catch_ups)), slow: Arc::new(Semaphore::new(slow)) }
-    }
-
-    /// Fetches when it is the order's turn. One that has failed before begins among the slow.
-    async fn fetch(&self, order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -> Result<History, EventsError> {
-        // The semaphores are never closed; without a permit the answer would be an error like any other.
-        let closed = |_| EventsError::Worker("no permit".to_owned());
-        if order.attempt == 0 {
-            let _permit = self.quick.acquire().await.map_err(closed)?;
-            if let Ok(answer) = tokio::time::timeout(QUICK_FETCH, catch_up::fetch(order, tls)).await {
-                return answer;
-            }
-        }
-        // Asked anew, since an open question costs the worker something for as long as nobody reads the answer.
-        let _permit = self.slow.acquire().await.map_err(closed)?;
-        catch_up::fetch(order, tls).await
-    }
-}
-
 struct Worker {
     tracker: Tracker,
     bus: Bus,
@@ -385,6 +351,9 @@ impl Worker {
                 if self.subjects.tombstone(&worker) != subject {
                     return self.tracker.refuse(Refusal::WrongSubject, subject, now);
                 }
+                if !now.may_have_seen(Incarnation(tombstone.incarnation)) {
+                    return self.tracker.refuse(Refusal::Garbage, subject, now);
+                }
                 tracing::info!(
                     worker = worker.as_str(),
                     incarnation = tombstone.incarnation,
@@ -400,8 +369,9 @@ impl Worker {
     fn start_fetches(&mut self) {
         let orders: Vec<CatchUpOrder> =
             self.tracker.take_orders().into_iter().filter(|order| self.tracker.is_open(order)).collect();
-        // New is a source of which nothing was ever applied.
-        let is_new = |order: &CatchUpOrder| order.resume.is_none_or(|(_, applied)| applied.is_none());
+        // New is a source of which nothing was ever applied. What had no use for an answer of a KV master, and what is
+        // distrusted, is for the worker to say.
+        let is_new = |order: &CatchUpOrder| order.attempt == 0 && matches!(order.resume, Some((_, None)));
         let (new, known): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_new);
         if !self.kvmasters.is_empty() && new.len() >= LEAST_BOOTSTRAP_SOURCES {
             self.start_bootstrap(new);

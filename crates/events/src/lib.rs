@@ -19,6 +19,7 @@ pub mod convert;
 mod credentials;
 mod error;
 mod feed;
+mod lanes;
 mod refusals;
 mod relay;
 mod subject;

@@ -63,7 +63,7 @@ pub(crate) struct Moment {
 
 impl Moment {
     /// Whether an engine may have started as an incarnation by this time.
-    fn may_have_seen(self, incarnation: Incarnation) -> bool {
+    pub(crate) fn may_have_seen(self, incarnation: Incarnation) -> bool {
         incarnation.0 <= (self.unix_nanos / 1_000).saturating_add(MOST_CLOCK_LEAD_MICROS)
     }
 }

@@ -49,7 +49,8 @@ async fn what_does_not_belong_on_the_bus_is_counted_by_its_reason_and_changes_no
     let before = mesh.source("one", 0);
     let asked = worker.snapshots_and_questions();
     let own = stranger.subjects.events("one", 0);
-    let tombstone = |uid: &str| Tombstone { worker_uid: uid.to_owned(), incarnation: 10, ..Tombstone::default() };
+    let tombstone =
+        |uid: &str, incarnation| Tombstone { worker_uid: uid.to_owned(), incarnation, ..Tombstone::default() };
     let next = batch_about("one", 10, 1).encode_to_vec();
     let far_future = batch_about("one", u64::MAX, 0).encode_to_vec();
     let mut nameless = batch_about("one", 10, 1);
@@ -62,10 +63,13 @@ async fn what_does_not_belong_on_the_bus_is_counted_by_its_reason_and_changes_no
         ("kvist.v1.heard.kv.one".to_owned(), next.clone(), |counts| counts.garbage += 1),
         (own.clone(), nameless.encode_to_vec(), |counts| counts.garbage += 1),
         (own.clone(), far_future, |counts| counts.garbage += 1),
+        (stranger.subjects.tombstone(&"one".into()), tombstone("one", u64::MAX).encode_to_vec(), |counts| {
+            counts.garbage += 1
+        }),
         (stranger.subjects.tombstone(&"one".into()), vec![0xff; 9], |counts| counts.garbage += 1),
         (stranger.subjects.events("two", 0), next.clone(), |counts| counts.wrong_subject += 1),
         (stranger.subjects.events("one", 1), next.clone(), |counts| counts.wrong_subject += 1),
-        (stranger.subjects.tombstone(&"two".into()), tombstone("one").encode_to_vec(), |counts| {
+        (stranger.subjects.tombstone(&"two".into()), tombstone("one", 10).encode_to_vec(), |counts| {
             counts.wrong_subject += 1
         }),
         (stranger.subjects.events("two", 0), batch_about("two", 10, 0).encode_to_vec(), |counts| {
