@@ -59,11 +59,6 @@ def both_have_forgotten(incarnation: int) -> Callable[[list[SourceStatus]], bool
     return lambda seen: all(status.source.incarnation != incarnation for status in seen)
 
 
-def own_processes() -> list[int]:
-    own = psutil.Process()
-    return [own.pid, *(child.pid for child in own.children(recursive=True))]
-
-
 async def test_the_dead_are_forgotten_within_a_second_and_the_silent_are_not(tmp_path: Path) -> None:
     """R23, R24, R28.
 
@@ -101,10 +96,10 @@ async def a_worker_dies(mesh: Mesh, views: Views, tombstones: dict[tuple[str, in
     """Its agent says so, and both indexes forget it."""
     victim = mesh.state.workers[0]
     uid, incarnation = victim.target.worker_uid, victim.incarnation
-    before = MachineLoad.now(own_processes())
+    before = MachineLoad.now(await mesh.process_ids())
     psutil.Process((await mesh.workers())[uid].process_id).kill()
     forgotten_at = await views.until("forgotten", uid, both_have_forgotten(incarnation))
-    share = await before.share_left_by_others(own_processes())
+    share = await before.share_left_by_others(await mesh.process_ids())
     seconds = forgotten_at - tombstones[uid, incarnation]
     print(f"forgotten by both indexes {seconds:.3f} s after the tombstone; others left {share:.0%} of the machine")
     assert seconds <= MOST_SECONDS_TO_FORGET / share
@@ -137,12 +132,12 @@ async def a_node_falls_silent_and_dies(mesh: Mesh, views: Views, tombstones: dic
     print(f"stale {time.monotonic() - silent_since:.1f} s after the last word")
     assert not left_out_at, "the lease was shorter than the silence"
     # Frozen processes die of this without having said a word.
-    before = MachineLoad.now(own_processes())
+    before = MachineLoad.now(await mesh.process_ids())
     for process in processes:
         process.kill()
     await until("the lease has ended", lambda: left_out_at)
     forgotten_at = max([await views.until("forgotten", uid, both_have_forgotten(incarnations[uid])) for uid in uids])
-    share = await before.share_left_by_others(own_processes())
+    share = await before.share_left_by_others(await mesh.process_ids())
     print(
         f"left out {left_out_at[0] - silent_since:.1f} s after the last word; "
         f"forgotten by both indexes {forgotten_at - left_out_at[0]:.3f} s later"

@@ -244,11 +244,6 @@ class Scene:
         print(f"{what}: " + ", ".join(f"{view} {seconds:.2f} s" for view, seconds in sorted(at.items())))
         return at
 
-    def process_ids(self) -> list[int]:
-        """All processes of this test."""
-        own = psutil.Process()
-        return [own.pid, *(child.pid for child in own.children(recursive=True))]
-
     # Faults.
 
     async def kill_agent(self) -> None:
@@ -372,9 +367,9 @@ async def faults_under_load(scene: Scene, tasks: asyncio.TaskGroup) -> None:
 
 async def recovery(scene: Scene) -> None:
     """All is exact soon, though the load goes on; everything that was ever said is proven."""
-    before = MachineLoad.now(scene.process_ids())
+    before = MachineLoad.now(await scene.mesh.process_ids())
     at = await scene.until_exact("exact after the last fault")
-    share = await before.share_left_by_others(scene.process_ids())
+    share = await before.share_left_by_others(await scene.mesh.process_ids())
     print(f"others left {share:.0%} of the machine")
     assert max(at.values()) <= MOST_SECONDS_TO_EXACT / share
     await scene.look()

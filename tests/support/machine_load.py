@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -24,26 +24,26 @@ class MachineLoad:
         at: When, on a clock that only goes forward.
         total: Of all processors.
         busy: In which somebody ran.
-        own: Of the processes that were named.
+        own: Of the processes that were named and lived, by process id.
     """
 
     at: float
     total: float
     busy: float
-    own: float
+    own: Mapping[int, float]
 
     @classmethod
     def now(cls, process_ids: Collection[int]) -> MachineLoad:
-        """The seconds until now; processes that are gone count nothing."""
+        """The seconds until now."""
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
         # Time of guests is part of that of users.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        own = 0.0
+        own = {}
         for process_id in process_ids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 spent = psutil.Process(process_id).cpu_times()
-                own += spent.user + spent.system
+                own[process_id] = spent.user + spent.system
         return cls(time.monotonic(), total, total - idle, own)
 
     async def share_left_by_others(self, process_ids: Collection[int]) -> float:
@@ -53,5 +53,7 @@ class MachineLoad:
         """
         await asyncio.sleep(max(0.0, self.at + LEAST_WINDOW_SECONDS - time.monotonic()))
         now = MachineLoad.now(process_ids)
-        others = (now.busy - self.busy) - (now.own - self.own)
+        # What a process spent that has ended meanwhile counts as if others had.
+        own = sum(spent - self.own.get(process_id, 0.0) for process_id, spent in now.own.items())
+        others = (now.busy - self.busy) - own
         return max(LEAST_SHARE, 1.0 - max(0.0, others) / (now.total - self.total))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -248,6 +249,13 @@ class Mesh:
         )  # fmt: skip
         output, _ = await asyncio.wait_for(process.communicate(), LIMIT_SECONDS)
         return process.returncode or 0, output.decode()
+
+    async def process_ids(self) -> list[int]:
+        """All processes that run for the test, and its own."""
+        await self.workers()
+        # Workers of an agent that was killed are nobody's children.
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        return sorted({os.getpid(), *children, *self._worker_processes})
 
     def log(self, name: str) -> str:
         with contextlib.suppress(FileNotFoundError):
