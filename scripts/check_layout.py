@@ -27,8 +27,9 @@ ALLOWED: dict[str, set[str]] = {
     "twin": {"schedule", "ledger", "blocks"},
     "telemetry": set(),
     "link": {"proto", "errors"},
-    "events": {"index", "ledger", "blocks", "proto", "errors", "telemetry"},
-    "worker": {"proto", "errors", "blocks", "ledger", "twin", "link", "telemetry"},
+    "history": {"proto", "errors", "blocks", "ledger", "telemetry"},
+    "events": {"history", "index", "ledger", "blocks", "proto", "errors", "telemetry"},
+    "worker": {"proto", "errors", "blocks", "ledger", "history", "twin", "link", "telemetry"},
     "router": {"proto", "errors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
     "edge": {"proto", "errors", "dialect", "router", "telemetry"},
 }

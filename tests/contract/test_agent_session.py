@@ -7,9 +7,12 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.grpc import open_channel
+from kvist_agent.attached import AttachedEngines
 from kvist_agent.inventory import read_inventory
 from kvist_agent.session import ControllerSession, Introduction
 from kvist_agent.slot_files import StateFolder
@@ -42,7 +45,12 @@ async def agent_of(root: Path, addresses: list[str]) -> AsyncIterator[WorkerSlot
         )
         channels = [await stack.enter_async_context(open_channel(address, retries=False)) for address in addresses]
         session = ControllerSession(
-            Introduction(inventory, address="127.0.0.1:1", admin_address=""), slots=slots, on_welcome=lambda _: None
+            Introduction(inventory, address="127.0.0.1:1", admin_address=""),
+            slots=slots,
+            attached=AttachedEngines(
+                (), folder=folder.attached, node_uid=inventory.node_uid, registry=CollectorRegistry()
+            ),
+            on_welcome=lambda _: None,
         )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(session.run(channels))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED, AttachedEngine
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
 from kvist_controller.plain import from_struct
@@ -349,3 +349,22 @@ async def test_a_session_begins_with_hello(plane: ControlPlane) -> None:
     call = plane.stub.Register()
     await call.write(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
     assert (await refused(call.read())).code == "INVALID_ARGUMENT"
+
+
+async def test_an_attached_engine_reaches_routers_and_outlives_a_controller(tmp_path: Path) -> None:
+    engine = AttachedEngine(worker_uid="attached-a-stock", name="stock", model="m", incarnation=7, ranks=2)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        async with control_plane(tmp_path / "s") as plane, ScriptedAgent(plane.stub, uid="node-a") as agent:
+            agent.attached = [engine]
+            await agent.beat()
+            state = await ClusterReader(plane.stub).until(lambda state: state.attached)
+            assert list(state.attached) == [
+                pb.AttachedEntry(engine=engine, node_uid="node-a", agent_address="127.0.0.1:1")
+            ]
+            nodes = await plane.stub.ListNodes(pb.ListNodesRequest())
+            assert [[engine]] == [list(node.attached) for node in nodes.nodes]
+            assert not state.workers, "it is no target"
+        async with control_plane(tmp_path / "s", lease_seconds=0.1, replace_after_seconds=0.1) as plane:
+            # Known before its agent has come back, and gone when that stays away for too long.
+            assert list(plane.controller.cluster_state.attached) == list(state.attached)
+            await ClusterReader(plane.stub).until(lambda state: not state.attached)

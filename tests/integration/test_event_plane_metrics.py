@@ -14,6 +14,7 @@ from kvist import _core, names
 from kvist.agent.v1.agent_pb2 import WORKER_PHASE_READY, WorkerSpec, WorkerStatus
 from kvist.changes import Changes
 from kvist.settings import BusSettings
+from kvist_agent.attached import AttachedEngines
 from kvist_agent.event_plane import EventPlane
 from support.nats_process import nats_process
 from support.scrape import scrape
@@ -32,7 +33,8 @@ async def test_an_agent_shows_its_relay_while_it_runs(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_SECONDS), nats_process(tmp_path) as nats:
         events = EventPlane(BusSettings(urls=(nats.url,)), node_uid="n-1", registry=registry)
         events.enter_cluster("test")
-        relaying = asyncio.create_task(events.run(slots))
+        none = AttachedEngines((), folder=tmp_path, node_uid="n-1", registry=registry)
+        relaying = asyncio.create_task(events.run(slots, none))
         # A ledger states its digest also when it is idle.
         while not registry.get_sample_value(names.RELAY_MESSAGES, {"worker": "w-1"}):
             assert not relaying.done()

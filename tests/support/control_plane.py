@@ -11,7 +11,7 @@ from typing import Self
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvist.agent.v1.agent_pb2 import WORKER_PHASE_READY, NodeInventory, WorkerSpec, WorkerStatus
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_READY, AttachedEngine, NodeInventory, WorkerSpec, WorkerStatus
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub, add_ControllerServiceServicer_to_server
 from kvist.grpc import GrpcServer, Registration, open_channel
@@ -91,6 +91,7 @@ class ScriptedAgent:
         self.assignment = pb.Assignment()
         self.verdicts: dict[str, pb.WorkerVerdict] = {}
         self.workers: dict[str, WorkerStatus] = {}
+        self.attached: list[AttachedEngine] = []
         self._inventory = NodeInventory(node_uid=uid, name=uid, processors=4, engines=engines)
         self._call: grpc.aio.StreamStreamCall = stub.Register()
 
@@ -117,7 +118,11 @@ class ScriptedAgent:
                     self.verdicts = {verdict.worker_uid: verdict for verdict in response.verdicts.verdicts}
 
     async def beat(self) -> None:
-        beat = pb.Heartbeat(workers=self.workers.values(), assignment_number=self.assignment.assignment_number)
+        beat = pb.Heartbeat(
+            workers=self.workers.values(),
+            assignment_number=self.assignment.assignment_number,
+            attached=self.attached,
+        )
         await self._call.write(pb.RegisterRequest(heartbeat=beat))
 
     def make_ready(self, spec: WorkerSpec, *, incarnation: int = 100, **description: object) -> None:

@@ -110,7 +110,8 @@ impl Bootstraps {
         }
         let source = convert::source_to(&status.source, status.incarnation);
         let complete = status.state == SourceState::Exact;
-        let chunks = convert::snapshot_to(&source, status.next_sequence, &blocks, complete);
+        let snapshot = kvist_ledger::Snapshot { next_sequence: status.next_sequence, blocks, complete };
+        let chunks = convert::snapshot_to(&source, &snapshot);
         let parts = chunks.into_iter().map(|chunk| BootstrapResponse { part: Some(Part::Snapshot(chunk)) });
         Some(Snapshot {
             made_at: Instant::now(),

@@ -2,8 +2,13 @@
 
 use std::time::Duration;
 
+use futures::{StreamExt as _, TryStreamExt as _, stream::BoxStream};
 use kvist_blocks::Incarnation;
-use kvist_proto::engine::v1::{ResumePosition, WatchKvEventsRequest, watch_kv_events_response::Part};
+use kvist_ledger::LedgerDigest;
+use kvist_proto::{
+    agent,
+    engine::v1::{ResumePosition, WatchKvEventsRequest, WatchKvEventsResponse, watch_kv_events_response::Part},
+};
 use tokio::time::timeout;
 use tonic::transport::ClientTlsConfig;
 
@@ -17,6 +22,9 @@ use crate::{
 /// Longest time between two parts of an answer.
 const PART_TIME_LIMIT: Duration = Duration::from_secs(10);
 
+/// Longest time between the last part and the end.
+const END_TIME_LIMIT: Duration = Duration::from_millis(200);
+
 /// What a worker has said so far.
 #[derive(Default)]
 struct Answer {
@@ -24,7 +32,7 @@ struct Answer {
     snapshot: Option<HistorySnapshot>,
     snapshot_is_whole: bool,
     history: Vec<kvist_blocks::Batch>,
-    digest: Option<crate::convert::StatedDigest>,
+    digest: Option<LedgerDigest>,
 }
 
 impl Answer {
@@ -78,11 +86,30 @@ impl Answer {
     }
 }
 
+fn failed(status: tonic::Status) -> EventsError {
+    EventsError::Worker(status.code().to_string())
+}
+
+/// Asks the worker, or the agent that keeps the ledger of an engine that Kvist did not start.
+async fn open(
+    order: &CatchUpOrder,
+    request: WatchKvEventsRequest,
+    tls: Option<&ClientTlsConfig>,
+) -> Result<BoxStream<'static, Result<WatchKvEventsResponse, tonic::Status>>, EventsError> {
+    let worker_uid = order.key.worker.as_str();
+    if !order.is_attached {
+        let mut client = worker_channel::client(worker_uid, &order.address, tls)?;
+        return Ok(client.watch_kv_events(request).await.map_err(failed)?.into_inner().boxed());
+    }
+    let mut client = worker_channel::agent_client(worker_uid, &order.address, tls)?;
+    let request = agent::v1::WatchKvEventsRequest { worker_uid: worker_uid.to_owned(), request: Some(request) };
+    let parts = client.watch_kv_events(request).await.map_err(failed)?.into_inner();
+    Ok(parts.map_ok(|part| part.response.unwrap_or_default()).boxed())
+}
+
 /// One question and its whole answer.
 pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -> Result<History, EventsError> {
-    let failed = |status: tonic::Status| EventsError::Worker(status.code().to_string());
     let late = |_| EventsError::Worker("it fell silent".to_owned());
-    let mut client = worker_channel::client(order.key.worker.as_str(), &order.address, tls)?;
     let rank = order.key.rank.0;
     let resume_after = order
         .resume
@@ -90,12 +117,13 @@ pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -
         .into_iter()
         .collect();
     let request = WatchKvEventsRequest { resume_after, follow: false, ranks: vec![rank] };
-    let opened = timeout(PART_TIME_LIMIT, client.watch_kv_events(request)).await.map_err(late)?;
-    let mut parts = opened.map_err(failed)?.into_inner();
+    let mut parts = timeout(PART_TIME_LIMIT, open(order, request, tls)).await.map_err(late)??;
     let mut answer = Answer::default();
-    while let Some(message) = timeout(PART_TIME_LIMIT, parts.message()).await.map_err(late)?.map_err(failed)? {
+    while let Some(message) = timeout(PART_TIME_LIMIT, parts.try_next()).await.map_err(late)?.map_err(failed)? {
         let part = message.part.ok_or(EventsError::Malformed("unknown part"))?;
         if answer.take(order, part)? {
+            // Its end follows at once; to hang up before would look like a reader that has given up.
+            let _ = timeout(END_TIME_LIMIT, parts.try_next()).await;
             return answer.finish();
         }
     }

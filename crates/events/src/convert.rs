@@ -1,18 +1,18 @@
 //! Messages to the words of ledger and index, and back.
 
 use kvist_blocks::{Batch, BlockHash, Digest, Event, Incarnation, Rank, SourceKey, Tier, TierDigest};
+use kvist_history::convert::tier_digest_to;
+pub use kvist_history::convert::{batch_to, digest_to, snapshot_to};
 use kvist_index::{SourceState, SourceStatus};
+use kvist_ledger::LedgerDigest;
 use kvist_proto::{
-    engine::v1::{SnapshotBlocks, SnapshotChunk},
+    engine::v1::SnapshotChunk,
     events::v1::{self, SourceId, kv_event},
     router,
 };
 use kvist_telemetry::timestamp;
 
 use crate::EventsError;
-
-/// Most blocks of one chunk of a snapshot.
-pub const SNAPSHOT_CHUNK_BLOCKS: usize = 8192;
 
 fn unix_nanos(timestamp: Option<&prost_types::Timestamp>) -> u64 {
     timestamp.map_or(0, |time| {
@@ -48,10 +48,6 @@ fn hashes_from(hashes: &[u64]) -> Vec<BlockHash> {
     hashes.iter().copied().map(BlockHash).collect()
 }
 
-fn hashes_to(hashes: &[BlockHash]) -> Vec<u64> {
-    hashes.iter().map(|hash| hash.0).collect()
-}
-
 /// A batch from its message.
 ///
 /// # Errors
@@ -76,49 +72,11 @@ pub fn batch_from(message: &v1::KvEventBatch) -> Result<Batch, EventsError> {
     Ok(Batch { sequence: message.sequence, recorded_at_unix_nanos: unix_nanos(message.recorded_at.as_ref()), events })
 }
 
-/// A batch as a message.
-#[must_use]
-pub fn batch_to(source: &SourceId, batch: &Batch) -> v1::KvEventBatch {
-    let events = batch.events.iter().map(|event| {
-        let event = match event {
-            Event::Stored { tier, parent, hashes } => kv_event::Event::Stored(v1::BlocksStored {
-                tier: tier.to_number(),
-                parent_block_hash: parent.map(|parent| parent.0),
-                block_hashes: hashes_to(hashes),
-            }),
-            Event::Removed { tier, hashes } => {
-                kv_event::Event::Removed(v1::BlocksRemoved { tier: tier.to_number(), block_hashes: hashes_to(hashes) })
-            }
-            Event::Cleared { tier } => {
-                kv_event::Event::Cleared(v1::CacheCleared { tier: tier.map_or(0, Tier::to_number) })
-            }
-        };
-        v1::KvEvent { event: Some(event) }
-    });
-    v1::KvEventBatch {
-        source: Some(source.clone()),
-        sequence: batch.sequence,
-        recorded_at: Some(timestamp(batch.recorded_at_unix_nanos)),
-        events: events.collect(),
-    }
-}
-
-/// A ledger's account of itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StatedDigest {
-    /// The sequence the next batch will carry.
-    pub next_sequence: u64,
-    /// By tier.
-    pub tiers: Vec<TierDigest>,
-    /// Whether the ledger's own history is complete.
-    pub complete: bool,
-}
-
 /// A digest from its message.
 ///
 /// # Errors
 /// A tier is not known or a digest is not 16 bytes.
-pub fn digest_from(message: &v1::LedgerDigest) -> Result<StatedDigest, EventsError> {
+pub fn digest_from(message: &v1::LedgerDigest) -> Result<LedgerDigest, EventsError> {
     let tiers = message
         .tiers
         .iter()
@@ -131,58 +89,7 @@ pub fn digest_from(message: &v1::LedgerDigest) -> Result<StatedDigest, EventsErr
             })
         })
         .collect::<Result<_, EventsError>>()?;
-    Ok(StatedDigest { next_sequence: message.next_sequence, tiers, complete: message.complete })
-}
-
-/// A digest as a message.
-#[must_use]
-pub fn digest_to(source: &SourceId, digest: &StatedDigest, now_unix_nanos: u64) -> v1::LedgerDigest {
-    v1::LedgerDigest {
-        source: Some(source.clone()),
-        next_sequence: digest.next_sequence,
-        tiers: digest.tiers.iter().map(tier_digest_to).collect(),
-        complete: digest.complete,
-        recorded_at: Some(timestamp(now_unix_nanos)),
-    }
-}
-
-fn tier_digest_to(tier: &TierDigest) -> v1::TierDigest {
-    v1::TierDigest {
-        tier: tier.tier.to_number(),
-        block_count: tier.block_count,
-        digest: tier.digest.to_be_bytes().to_vec().into(),
-    }
-}
-
-/// A snapshot as chunks; an empty one is one chunk.
-#[must_use]
-pub fn snapshot_to(
-    source: &SourceId,
-    next_sequence: u64,
-    blocks: &[(Tier, Vec<BlockHash>)],
-    complete: bool,
-) -> Vec<SnapshotChunk> {
-    let mut parts: Vec<Vec<SnapshotBlocks>> = blocks
-        .iter()
-        .flat_map(|(tier, hashes)| hashes.chunks(SNAPSHOT_CHUNK_BLOCKS).map(move |hashes| (*tier, hashes)))
-        .map(|(tier, hashes)| vec![SnapshotBlocks { tier: tier.to_number(), block_hashes: hashes_to(hashes) }])
-        .collect();
-    if parts.is_empty() {
-        parts.push(Vec::new());
-    }
-    let last = parts.len() - 1;
-    parts
-        .into_iter()
-        .enumerate()
-        .map(|(position, blocks)| SnapshotChunk {
-            source: Some(source.clone()),
-            next_sequence,
-            blocks,
-            first: position == 0,
-            last: position == last,
-            complete,
-        })
-        .collect()
+    Ok(LedgerDigest { next_sequence: message.next_sequence, tiers, complete: message.complete })
 }
 
 /// Adds the blocks of a chunk to what was collected of its snapshot.
@@ -232,6 +139,8 @@ pub fn status_to(status: &SourceStatus) -> router::v1::SourceStatus {
 
 #[cfg(test)]
 mod tests {
+    use kvist_history::convert::SNAPSHOT_CHUNK_BLOCKS;
+    use kvist_ledger::Snapshot;
     use proptest::prelude::*;
 
     use super::*;
@@ -279,7 +188,8 @@ mod tests {
                 .filter(|(_, count)| *count > 0)
                 .map(|(tier, count)| (tier, (0..count).map(BlockHash).collect::<Vec<_>>()))
                 .collect();
-            let chunks = snapshot_to(&source, 7, &blocks, true);
+            let snapshot = Snapshot { next_sequence: 7, blocks, complete: true };
+            let chunks = snapshot_to(&source, &snapshot);
             let mut collected = Vec::new();
             for (position, chunk) in chunks.iter().enumerate() {
                 prop_assert_eq!(position == 0, chunk.first);
@@ -288,7 +198,7 @@ mod tests {
                 prop_assert!(size <= SNAPSHOT_CHUNK_BLOCKS);
                 collect_chunk(chunk, &mut collected).unwrap();
             }
-            prop_assert_eq!(blocks, collected);
+            prop_assert_eq!(snapshot.blocks, collected);
         }
     }
 

@@ -32,6 +32,16 @@ pub enum EventsError {
     /// A history ended before its end mark; it is asked for again.
     #[error("the history broke off")]
     BrokenOff,
+    /// A setting of an attached engine cannot be right: correct it.
+    #[error("attach {name:?}: {field} {reason}")]
+    Attach {
+        /// Name of the engine.
+        name: String,
+        /// Which setting.
+        field: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A worker did not answer; it is asked again.
     #[error("the worker did not deliver its history: {0}")]
     Worker(String),

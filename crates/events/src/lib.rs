@@ -9,6 +9,7 @@
 //! The bus carries deltas and is never the record. Whatever it loses, repeats or reorders is found by sequence or by
 //! digest and fetched from the worker itself, so a feed needs no acknowledgements and a relay keeps no history.
 
+mod attached;
 mod bootstrap;
 mod bus;
 mod care;
@@ -27,6 +28,10 @@ mod tracker;
 mod vllm;
 mod worker_channel;
 
+pub use attached::{
+    AttachSettings, AttachedEngine, AttachedEngineStats, AttachedEngines, AttachedRankStats, AttachedSettings,
+    MediumMeaning,
+};
 pub use bootstrap::{BootstrapAnswer, Bootstraps, SharedParts};
 pub use bus::BusSettings;
 pub use care::care_for_index;

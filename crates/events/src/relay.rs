@@ -1,6 +1,6 @@
-//! The agent's relay: the ledgers of a node's workers, in order, onto the bus.
+//! The agent's relay: the ledgers of a node's workers and attached engines, in order, onto the bus.
 //!
-//! One task a worker reads its ledger and publishes. It keeps no history: after a break it goes on where it stopped, and
+//! One task a worker or engine reads its ledgers and publishes. It keeps no history: after a break it goes on where it stopped, and
 //! what the worker can no longer send it as a range, the indexes fetch themselves.
 
 use std::{
@@ -9,9 +9,11 @@ use std::{
     time::Duration,
 };
 
-use futures::{FutureExt as _, StreamExt as _};
+use futures::{FutureExt as _, StreamExt as _, stream::BoxStream};
 use kvist_proto::{
-    engine::v1::{DescribeRequest, ResumePosition, WatchKvEventsRequest, watch_kv_events_response::Part},
+    engine::v1::{
+        DescribeRequest, ResumePosition, WatchKvEventsRequest, WatchKvEventsResponse, watch_kv_events_response::Part,
+    },
     events::v1::KvEventMessage,
 };
 use parking_lot::Mutex;
@@ -19,10 +21,11 @@ use prost::Message as _;
 use rand::SeedableRng as _;
 use serde::{Deserialize, Serialize};
 use tokio::{task::JoinHandle, time::timeout};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::ClientTlsConfig;
 
 use crate::{
-    BusSettings, EventsError, Subjects,
+    AttachedEngine, AttachedEngines, BusSettings, EventsError, Subjects,
     bus::Bus,
     subject::check_token,
     worker_channel::{self, retry_delay},
@@ -93,10 +96,27 @@ pub struct RelayStats {
     pub workers: BTreeMap<String, RelayWorkerStats>,
 }
 
+type Parts = BoxStream<'static, Result<WatchKvEventsResponse, tonic::Status>>;
 type SharedStats = Arc<Mutex<RelayWorkerStats>>;
 
+/// Where ledgers are read.
+#[derive(Clone, Debug)]
+enum Origin {
+    Worker(RelayWorker),
+    Attached(Arc<AttachedEngine>),
+}
+
+impl Origin {
+    fn uid(&self) -> &str {
+        match self {
+            Self::Worker(worker) => &worker.uid,
+            Self::Attached(engine) => engine.uid(),
+        }
+    }
+}
+
 struct Running {
-    worker: RelayWorker,
+    origin: Origin,
     stats: SharedStats,
     task: JoinHandle<()>,
 }
@@ -135,29 +155,46 @@ impl Relay {
         }
         let mut running = self.running.lock();
         running.retain(|_, entry| {
-            let stays = workers.contains(&entry.worker);
+            let stays = match &entry.origin {
+                Origin::Worker(worker) => workers.contains(worker),
+                Origin::Attached(_) => true,
+            };
             if !stays {
                 entry.task.abort();
             }
             stays
         });
         for worker in workers {
-            if running.contains_key(&worker.uid) {
-                continue;
+            if !running.contains_key(&worker.uid) {
+                self.run(&mut running, Origin::Worker(worker));
             }
-            let stats = SharedStats::default();
-            let relaying = Relaying {
-                worker: worker.clone(),
-                bus: self.bus.clone(),
-                subjects: self.subjects.clone(),
-                tls: self.tls.clone(),
-                stats: Arc::clone(&stats),
-                published: BTreeMap::new(),
-            };
-            let task = self.runtime.spawn(relaying.run());
-            running.insert(worker.uid.clone(), Running { worker, stats, task });
         }
         Ok(())
+    }
+
+    /// Relays attached engines too, from here on. Their ledgers are in this process.
+    pub fn attach(&self, engines: &AttachedEngines) {
+        let mut running = self.running.lock();
+        for engine in engines.engines() {
+            self.run(&mut running, Origin::Attached(Arc::clone(engine)));
+        }
+    }
+
+    fn run(&self, running: &mut HashMap<String, Running>, origin: Origin) {
+        let stats = SharedStats::default();
+        let relaying = Relaying {
+            origin: origin.clone(),
+            bus: self.bus.clone(),
+            subjects: self.subjects.clone(),
+            tls: self.tls.clone(),
+            stats: Arc::clone(&stats),
+            published: BTreeMap::new(),
+        };
+        let task = self.runtime.spawn(relaying.run());
+        let uid = origin.uid().to_owned();
+        if let Some(before) = running.insert(uid, Running { origin, stats, task }) {
+            before.task.abort();
+        }
     }
 
     /// Numbers since the start, of the workers there are.
@@ -183,9 +220,9 @@ impl Drop for Relay {
     }
 }
 
-/// The relay of one worker.
+/// The relay of one worker or engine.
 struct Relaying {
-    worker: RelayWorker,
+    origin: Origin,
     bus: Bus,
     subjects: Subjects,
     tls: Option<ClientTlsConfig>,
@@ -210,7 +247,7 @@ impl Relaying {
             };
             attempt = if made_progress { 1 } else { attempt.saturating_add(1) };
             if let Err(error) = ended {
-                tracing::debug!(worker = self.worker.uid, error = error.to_string(), attempt, "kv_stream_broken");
+                tracing::debug!(worker = self.origin.uid(), error = error.to_string(), attempt, "kv_stream_broken");
             }
             tokio::time::sleep(retry_delay(attempt, SHORTEST_RETRY, LONGEST_RETRY, &mut rng)).await;
         }
@@ -218,25 +255,10 @@ impl Relaying {
 
     /// One stream, from its beginning to its end.
     async fn follow(&mut self) -> Result<(), EventsError> {
-        let failed = |status: tonic::Status| EventsError::Worker(status.code().to_string());
-        let late = |_| EventsError::Worker("it does not answer".to_owned());
-        let mut client = worker_channel::client(&self.worker.uid, &self.worker.address, self.tls.as_ref())?;
-        let described = timeout(CALL_TIME_LIMIT, client.describe(DescribeRequest {})).await.map_err(late)?;
-        let description = described.map_err(failed)?.into_inner().worker.unwrap_or_default();
-        if description.worker_uid != self.worker.uid {
-            return Err(EventsError::Worker("another worker answers at the address".to_owned()));
-        }
-        let incarnation = description.incarnation;
-        // A start that was not relayed yet is wanted from its beginning, so that indexes can follow it without asking.
-        let resume_after = (0..description.ranks.max(1))
-            .map(|rank| {
-                let known = self.published.get(&rank).filter(|(published, _)| *published == incarnation);
-                ResumePosition { rank, incarnation, sequence: known.and_then(|(_, sequence)| *sequence) }
-            })
-            .collect();
-        let request = WatchKvEventsRequest { resume_after, follow: true, ranks: Vec::new() };
-        let opened = timeout(CALL_TIME_LIMIT, client.watch_kv_events(request)).await.map_err(late)?;
-        let mut parts = opened.map_err(failed)?.into_inner();
+        let (incarnation, mut parts) = match self.origin.clone() {
+            Origin::Worker(worker) => self.open_worker(&worker).await?,
+            Origin::Attached(engine) => self.open_attached(&engine)?,
+        };
         {
             let mut stats = self.stats.lock();
             (stats.connected, stats.incarnation) = (true, incarnation);
@@ -254,6 +276,43 @@ impl Relaying {
             self.publish(&mut packed).await?;
         }
         Ok(())
+    }
+
+    /// The worker's incarnation and what it says.
+    async fn open_worker(&self, worker: &RelayWorker) -> Result<(u64, Parts), EventsError> {
+        let late = |_| EventsError::Worker("it does not answer".to_owned());
+        let mut client = worker_channel::client(&worker.uid, &worker.address, self.tls.as_ref())?;
+        let described = timeout(CALL_TIME_LIMIT, client.describe(DescribeRequest {})).await.map_err(late)?;
+        let description = described.map_err(failed)?.into_inner().worker.unwrap_or_default();
+        if description.worker_uid != worker.uid {
+            return Err(EventsError::Worker("another worker answers at the address".to_owned()));
+        }
+        let incarnation = description.incarnation;
+        let ranks = (0..description.ranks.max(1)).map(|rank| (rank, incarnation));
+        let opened = timeout(CALL_TIME_LIMIT, client.watch_kv_events(self.request(ranks))).await.map_err(late)?;
+        Ok((incarnation, opened.map_err(failed)?.into_inner().boxed()))
+    }
+
+    /// The latest incarnation of an attached engine, and what its ledgers say.
+    fn open_attached(&self, engine: &AttachedEngine) -> Result<(u64, Parts), EventsError> {
+        let ledgers = engine.ledgers();
+        let ranks = ledgers.iter().map(|ledger| (ledger.source().rank, ledger.source().incarnation));
+        let request = self.request(ranks.clone());
+        let parts = engine.watch(&request).map_err(|error| failed(error.into()))?;
+        let incarnation = ranks.map(|(_, incarnation)| incarnation).max().unwrap_or(0);
+        Ok((incarnation, ReceiverStream::new(parts).boxed()))
+    }
+
+    /// Asks for what was not relayed yet. A start of which nothing was is wanted from its beginning, so that indexes can
+    /// follow it without asking.
+    fn request(&self, ranks: impl Iterator<Item = (u32, u64)>) -> WatchKvEventsRequest {
+        let resume_after = ranks
+            .map(|(rank, incarnation)| {
+                let known = self.published.get(&rank).filter(|(published, _)| *published == incarnation);
+                ResumePosition { rank, incarnation, sequence: known.and_then(|(_, sequence)| *sequence) }
+            })
+            .collect();
+        WatchKvEventsRequest { resume_after, follow: true, ranks: Vec::new() }
     }
 
     async fn pack(&mut self, part: Part, packed: &mut Packed) -> Result<(), EventsError> {
@@ -300,7 +359,7 @@ impl Relaying {
                 self.stats.lock().dropped_batches += batches;
             } else {
                 let bytes = payload.len() as u64;
-                let subject = self.subjects.events(&self.worker.uid, rank);
+                let subject = self.subjects.events(self.origin.uid(), rank);
                 self.bus
                     .client
                     .publish(subject, payload.into())
@@ -320,6 +379,10 @@ impl Relaying {
         }
         Ok(())
     }
+}
+
+fn failed(status: tonic::Status) -> EventsError {
+    EventsError::Worker(status.code().to_string())
 }
 
 /// Messages being filled, by rank.

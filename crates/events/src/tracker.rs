@@ -12,10 +12,11 @@ use std::{
 
 use kvist_blocks::{Batch, BlockHash, Incarnation, Rank, SourceKey, Tier, WorkerUid};
 use kvist_index::{Applied, DigestVerdict, Index};
+use kvist_ledger::LedgerDigest;
+use kvist_proto::controller::v1::ClusterState;
 use rand::{Rng as _, rngs::SmallRng};
 
 use crate::{
-    convert::StatedDigest,
     refusals::{Refusal, RefusalCounts, Refusals},
     worker_channel::retry_delay,
 };
@@ -35,12 +36,30 @@ const MOST_CLOCK_LEAD_MICROS: u64 = 24 * 3600 * 1_000_000;
 pub struct FeedWorker {
     /// UID of its slot.
     pub uid: WorkerUid,
-    /// Host and port of its engine service.
+    /// Host and port of its engine service; of its agent when it is attached.
     pub address: String,
+    /// Kvist did not start it: its ledger lives in the agent at the address.
+    pub is_attached: bool,
     /// The incarnation that runs there.
     pub incarnation: Incarnation,
     /// Ranks of its engine.
     pub ranks: u32,
+}
+
+impl FeedWorker {
+    /// The engines of a cluster state that agents have attached.
+    pub fn attached(state: &ClusterState) -> impl Iterator<Item = Self> + '_ {
+        state.attached.iter().filter_map(|entry| {
+            let engine = entry.engine.as_ref()?;
+            (!engine.worker_uid.is_empty() && !entry.agent_address.is_empty()).then(|| Self {
+                uid: WorkerUid::from(engine.worker_uid.as_str()),
+                address: entry.agent_address.clone(),
+                is_attached: true,
+                incarnation: Incarnation(engine.incarnation),
+                ranks: engine.ranks.max(1),
+            })
+        })
+    }
 }
 
 /// How sources are tracked.
@@ -74,6 +93,8 @@ pub(crate) struct CatchUpOrder {
     pub(crate) number: u64,
     pub(crate) key: SourceKey,
     pub(crate) address: String,
+    /// The address is that of an agent.
+    pub(crate) is_attached: bool,
     /// What was applied: incarnation, and sequence of the last batch. None asks for a snapshot.
     pub(crate) resume: Option<(Incarnation, Option<u64>)>,
     /// How many questions before this one had no answer.
@@ -89,7 +110,7 @@ pub(crate) struct History {
     /// Batches after the snapshot, or after the position that was asked for.
     pub(crate) batches: Vec<Batch>,
     /// The ledger's account after all that.
-    pub(crate) digest: Option<StatedDigest>,
+    pub(crate) digest: Option<LedgerDigest>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -313,7 +334,7 @@ impl Tracker {
     }
 
     /// A digest from the bus.
-    pub(crate) fn digest(&mut self, key: &SourceKey, incarnation: Incarnation, digest: &StatedDigest, now: Moment) {
+    pub(crate) fn digest(&mut self, key: &SourceKey, incarnation: Incarnation, digest: &LedgerDigest, now: Moment) {
         self.start_anew(key, incarnation, digest.next_sequence, now);
         let Some(tracked) = self.hear(key, incarnation, now) else { return };
         if tracked.catching_up.is_none() {
@@ -473,10 +494,10 @@ impl Tracker {
         &mut self,
         key: &SourceKey,
         incarnation: Incarnation,
-        digest: &StatedDigest,
+        digest: &LedgerDigest,
         now: Moment,
     ) -> DigestVerdict {
-        let StatedDigest { next_sequence, tiers, complete } = digest;
+        let LedgerDigest { next_sequence, tiers, complete } = digest;
         let apply = || self.index.apply_digest(key, incarnation, *next_sequence, tiers, *complete, now.unix_nanos);
         let mut verdict = apply();
         if verdict == DigestVerdict::Unknown {
@@ -549,6 +570,7 @@ impl Tracker {
             number: self.next_number,
             key: key.clone(),
             address: worker.address.clone(),
+            is_attached: worker.is_attached,
             resume: position.filter(|_| resumes),
             attempt,
             delay,

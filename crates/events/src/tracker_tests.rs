@@ -15,7 +15,7 @@ const BLOCK_SIZE: usize = 2;
 #[derive(Clone, Debug)]
 enum Said {
     Batch(Incarnation, Batch),
-    Digest(Incarnation, StatedDigest),
+    Digest(Incarnation, LedgerDigest),
     Tombstone(Incarnation),
     Malformed(Incarnation),
 }
@@ -73,9 +73,8 @@ fn new_ledger(ring_batches: usize) -> Ledger {
     Ledger::new(LedgerSettings { ring_batches, block_size_tokens: BLOCK_SIZE })
 }
 
-fn stated(ledger: &Ledger) -> StatedDigest {
-    let digest = ledger.digest();
-    StatedDigest { next_sequence: digest.next_sequence, tiers: digest.tiers, complete: digest.complete }
+fn stated(ledger: &Ledger) -> LedgerDigest {
+    ledger.digest()
 }
 
 impl World {
@@ -114,6 +113,7 @@ impl World {
         let workers = (0..WORKERS)
             .map(|worker| FeedWorker {
                 uid: uid(worker),
+                is_attached: false,
                 address: format!("incarnation {}", self.processes[worker].incarnation.0),
                 incarnation: self.processes[worker].incarnation,
                 ranks: 1,
@@ -422,7 +422,7 @@ fn a_garbled_word_of_the_dead_asks_nobody() {
 #[test]
 fn a_ledger_that_keeps_disagreeing_is_asked_more_and_more_rarely() {
     let mut world = settled();
-    let wrong = StatedDigest {
+    let wrong = LedgerDigest {
         next_sequence: 0,
         tiers: vec![kvist_blocks::TierDigest { tier: Tier::Device, block_count: 1, digest: kvist_blocks::Digest(7) }],
         complete: true,

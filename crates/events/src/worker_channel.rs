@@ -1,7 +1,8 @@
-//! Connections to workers and KV masters for histories.
+//! Connections to workers, agents and KV masters for histories.
 
 use std::time::Duration;
 
+use kvist_proto::agent::v1::agent_service_client::AgentServiceClient;
 use kvist_proto::engine::v1::engine_service_client::EngineServiceClient;
 use kvist_proto::kvmaster::v1::kv_master_service_client::KvMasterServiceClient;
 use rand::Rng as _;
@@ -23,6 +24,16 @@ pub(crate) fn client(
 ) -> Result<EngineServiceClient<Channel>, EventsError> {
     let channel = channel(worker_uid, address, tls)?;
     Ok(EngineServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
+}
+
+/// A client of the agent at an address that has attached an engine; connects at the first call.
+pub(crate) fn agent_client(
+    worker_uid: &str,
+    address: &str,
+    tls: Option<&ClientTlsConfig>,
+) -> Result<AgentServiceClient<Channel>, EventsError> {
+    let channel = channel(worker_uid, address, tls)?;
+    Ok(AgentServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
 }
 
 /// A client of the KV master at an address; connects at the first call.

@@ -87,6 +87,7 @@ fn feed_workers(workers: &[(&str, u64, u32, &ScriptedWorker)]) -> Vec<FeedWorker
         .map(|(uid, incarnation, ranks, worker)| FeedWorker {
             uid: (*uid).into(),
             address: worker.address(),
+            is_attached: false,
             incarnation: Incarnation(*incarnation),
             ranks: *ranks,
         })

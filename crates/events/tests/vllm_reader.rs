@@ -185,6 +185,7 @@ struct Caller {
     batches: usize,
     losses: usize,
     restarts: usize,
+    is_in_touch: bool,
 }
 
 fn new_ledger() -> Ledger {
@@ -194,7 +195,7 @@ fn new_ledger() -> Ledger {
 impl Caller {
     fn start(settings: VllmReaderSettings) -> Self {
         let (reader, said) = VllmReader::start(settings);
-        Self { reader, said, ledger: new_ledger(), batches: 0, losses: 0, restarts: 0 }
+        Self { reader, said, ledger: new_ledger(), batches: 0, losses: 0, restarts: 0, is_in_touch: false }
     }
 
     async fn listen(&mut self) {
@@ -211,6 +212,7 @@ impl Caller {
                 self.restarts += 1;
                 self.ledger = new_ledger();
             }
+            VllmSaid::InTouch(is_in_touch) => self.is_in_touch = is_in_touch,
         }
     }
 

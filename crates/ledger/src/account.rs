@@ -1,6 +1,6 @@
 //! The account of one rank of one incarnation.
 
-use std::sync::Arc;
+use std::{ops::AddAssign, sync::Arc};
 
 use hashbrown::HashMap;
 use kvist_blocks::{Batch, BlockHash, BlockHasher, Event, HashSeed, Namespace, Tier, TierDigest};
@@ -60,6 +60,45 @@ pub struct LedgerCounters {
     pub empty_clears: u64,
     /// Holes in the engine's own stream.
     pub lost_events: u64,
+}
+
+impl AddAssign for LedgerCounters {
+    fn add_assign(&mut self, other: Self) {
+        let Self {
+            unknown_parents,
+            unknown_contents,
+            unknown_namespaces,
+            unstated_keys,
+            odd_block_sizes,
+            conflicting_hashes,
+            broken_vouches,
+            repeated_blocks,
+            hidden_by_groups,
+            hinted_blocks,
+            unknown_removals,
+            malformed_events,
+            unreadable_events,
+            events_before_clear,
+            empty_clears,
+            lost_events,
+        } = other;
+        self.unknown_parents += unknown_parents;
+        self.unknown_contents += unknown_contents;
+        self.unknown_namespaces += unknown_namespaces;
+        self.unstated_keys += unstated_keys;
+        self.odd_block_sizes += odd_block_sizes;
+        self.conflicting_hashes += conflicting_hashes;
+        self.broken_vouches += broken_vouches;
+        self.repeated_blocks += repeated_blocks;
+        self.hidden_by_groups += hidden_by_groups;
+        self.hinted_blocks += hinted_blocks;
+        self.unknown_removals += unknown_removals;
+        self.malformed_events += malformed_events;
+        self.unreadable_events += unreadable_events;
+        self.events_before_clear += events_before_clear;
+        self.empty_clears += empty_clears;
+        self.lost_events += lost_events;
+    }
 }
 
 /// All that a rank holds, at a position.

@@ -124,18 +124,20 @@ impl IndexService {
             .iter()
             .map(|dead| (WorkerUid::from(dead.worker_uid.as_str()), Incarnation(dead.incarnation)))
             .collect();
+        let attached: Vec<FeedWorker> = FeedWorker::attached(&state).collect();
         let workers = state.workers.into_iter().filter_map(|entry| {
             let target = entry.target?;
             // A server that Kvist does not host has no ledger to ask.
             matches!(target.transport(), Transport::Unspecified | Transport::Grpc).then(|| FeedWorker {
                 uid: WorkerUid::from(target.worker_uid.as_str()),
                 address: target.address,
+                is_attached: false,
                 incarnation: Incarnation(entry.incarnation),
                 ranks: entry.ranks.max(1),
             })
         });
         feed.close_incarnations(dead);
-        feed.set_workers(workers.collect());
+        feed.set_workers(workers.chain(attached).collect());
         Ok(true)
     }
 

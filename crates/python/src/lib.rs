@@ -1,5 +1,6 @@
 //! The only PyO3 crate: converts and forwards, decides nothing.
 
+mod attached;
 mod credentials;
 mod engine;
 mod engine_host;
@@ -19,6 +20,8 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CoreError", module.py().get_type::<failure::CoreError>())?;
+    module.add_class::<attached::AttachedEngines>()?;
+    module.add_class::<attached::AttachedStream>()?;
     module.add_class::<credentials::NatsCredentials>()?;
     module.add_class::<engine_host::Host>()?;
     module.add_class::<engine_host::Sink>()?;

@@ -42,7 +42,7 @@ pub(crate) fn error_catalogue() -> String {
 /// A new incarnation: microseconds of the Unix time, and above `floor` whatever the clock says.
 #[pyfunction]
 pub(crate) fn new_incarnation(floor: u64) -> u64 {
-    kvist_worker::new_incarnation(floor)
+    kvist_history::new_incarnation(floor)
 }
 
 /// BLAKE3 of a file's bytes, lower-case hex: the digest that pools compare.

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use tokio::runtime::Handle;
 
 use crate::{
+    attached::AttachedEngines,
     failure::{raise, raise_invalid},
     runtime::{Runtime, block_on},
 };
@@ -49,6 +50,13 @@ impl Relay {
         py.detach(|| relay.set_workers(workers)).map_err(refused)
     }
 
+    /// Relays attached engines too, from here on.
+    fn attach(&self, py: Python<'_>, engines: &AttachedEngines) -> PyResult<()> {
+        let (relay, engines) = (self.relay()?, engines.running()?);
+        py.detach(|| relay.attach(&engines));
+        Ok(())
+    }
+
     /// Numbers of the relay as JSON text.
     fn stats(&self) -> PyResult<String> {
         Ok(serde_json::to_string(&self.relay()?.stats()).unwrap_or_default())
@@ -74,6 +82,7 @@ pub(crate) fn refused(error: EventsError) -> PyErr {
         | EventsError::Address(_)
         | EventsError::Bus(_)
         | EventsError::File { .. }
+        | EventsError::Attach { .. }
         | EventsError::Malformed(_) => Code::InvalidArgument,
         _ => Code::Internal,
     };

@@ -7,6 +7,7 @@ use std::{
 
 use kvist_blocks::{HashSeed, Incarnation, WorkerUid};
 use kvist_errors::{Code, KvistError};
+use kvist_events::FeedWorker;
 use kvist_link::{LinkSettings, WorkerLink};
 use kvist_proto::controller::v1::{ClusterState, Model, WorkerEntry};
 use kvist_text::ModelText;
@@ -78,6 +79,8 @@ pub(crate) struct ClusterView {
     pub(crate) workers: BTreeMap<WorkerUid, Arc<WorkerNode>>,
     /// Deaths that were announced.
     pub(crate) dead: Vec<(WorkerUid, Incarnation)>,
+    /// Engines that agents have attached: sources of knowledge, and no targets.
+    pub(crate) attached: Vec<FeedWorker>,
 }
 
 impl ClusterView {
@@ -197,6 +200,7 @@ impl Connector {
             nodes.insert(uid, Arc::new(node));
         }
         self.note_withdrawn(old, &nodes);
+        let attached = FeedWorker::attached(&state).collect();
         let mut models = HashMap::new();
         let version = version_of(&state);
         for model in state.models {
@@ -206,7 +210,15 @@ impl Connector {
                 models.insert(name.clone(), Arc::clone(&view));
             }
         }
-        Ok(ClusterView { version, cluster: state.cluster, hash_seed: state.hash_seed, models, workers: nodes, dead })
+        Ok(ClusterView {
+            version,
+            cluster: state.cluster,
+            hash_seed: state.hash_seed,
+            models,
+            workers: nodes,
+            dead,
+            attached,
+        })
     }
 
     /// The connection of the same start of the same worker; none when anything that was checked over it has changed.

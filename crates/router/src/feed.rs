@@ -82,9 +82,11 @@ impl FeedKeeper {
             .map(|node| FeedWorker {
                 uid: node.uid.clone(),
                 address: node.target.address.clone(),
+                is_attached: false,
                 incarnation: node.incarnation,
                 ranks: node.ranks(),
             })
+            .chain(view.attached.iter().cloned())
             .collect();
         self.wanted.send_replace(Wanted { cluster: view.cluster.clone(), workers, dead: view.dead.clone() });
     }

@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Weak};
 
-use kvist_blocks::{Batch, BlockHash, HashSeed, Namespace, Tier};
-use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerDigest, LedgerSettings, Snapshot, StoredBlocks};
+use kvist_blocks::{BlockHash, HashSeed, Namespace, Tier};
+use kvist_history::SharedLedger;
+use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerSettings, StoredBlocks};
 use kvist_proto::events::v1::{LoadReport, SourceId};
-use kvist_telemetry::now_unix_nanos;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -21,17 +21,10 @@ struct Inner {
     namespace: String,
     hash_seed: HashSeed,
     block_size_tokens: usize,
-    ranks: Vec<Rank>,
+    ledgers: Vec<Arc<SharedLedger>>,
     loads: Mutex<Vec<LoadReport>>,
     load_number: watch::Sender<u64>,
     worker: Weak<Worker>,
-}
-
-struct Rank {
-    source: SourceId,
-    ledger: Mutex<Ledger>,
-    /// The ledger's next sequence, for those who follow it.
-    next_sequence: watch::Sender<u64>,
 }
 
 /// How an engine host is set up.
@@ -46,27 +39,15 @@ pub(crate) struct HostSettings<'a> {
     pub(crate) ring_batches: usize,
 }
 
-/// What a reader of a ledger has not seen.
-pub(crate) enum History {
-    Range(Vec<Arc<Batch>>),
-    Snapshot(Snapshot),
-}
-
 impl EngineHost {
     pub(crate) fn new(settings: &HostSettings<'_>, worker: Weak<Worker>) -> Self {
         let block_size_tokens = settings.block_size_tokens as usize;
-        let ranks = (0..settings.ranks.max(1))
-            .map(|rank| Rank {
-                source: SourceId {
-                    worker_uid: settings.worker_uid.to_owned(),
-                    rank,
-                    incarnation: settings.incarnation,
-                },
-                ledger: Mutex::new(Ledger::new(LedgerSettings {
-                    ring_batches: settings.ring_batches,
-                    block_size_tokens,
-                })),
-                next_sequence: watch::Sender::new(0),
+        let ledgers = (0..settings.ranks.max(1))
+            .map(|rank| {
+                let source =
+                    SourceId { worker_uid: settings.worker_uid.to_owned(), rank, incarnation: settings.incarnation };
+                let ledger = LedgerSettings { ring_batches: settings.ring_batches, block_size_tokens };
+                Arc::new(SharedLedger::new(source, Ledger::new(ledger)))
             })
             .collect();
         let load = |rank| LoadReport { rank, total_blocks: settings.kv_blocks, ..LoadReport::default() };
@@ -75,7 +56,7 @@ impl EngineHost {
                 namespace: settings.namespace.to_owned(),
                 hash_seed: HashSeed(settings.hash_seed),
                 block_size_tokens,
-                ranks,
+                ledgers,
                 loads: Mutex::new((0..settings.ranks.max(1)).map(load).collect()),
                 load_number: watch::Sender::new(0),
                 worker,
@@ -101,17 +82,11 @@ impl EngineHost {
         if events.is_empty() {
             return;
         }
-        let Some(rank) = self.inner.ranks.get(rank as usize) else { return };
-        let batch = rank.ledger.lock().apply(now_unix_nanos(), events);
-        if let Some(batch) = batch {
-            rank.next_sequence.send_if_modified(|next| {
-                let is_newer = batch.sequence >= *next;
-                *next = (*next).max(batch.sequence + 1);
-                is_newer
-            });
-            if let Some(worker) = self.inner.worker.upgrade() {
-                worker.metrics.ledger_batches.inc();
-            }
+        let Some(ledger) = self.inner.ledgers.get(rank as usize) else { return };
+        if ledger.apply(events).is_some()
+            && let Some(worker) = self.inner.worker.upgrade()
+        {
+            worker.metrics.ledger_batches.inc();
         }
     }
 
@@ -141,7 +116,10 @@ impl EngineHost {
     /// Leading blocks of a prompt that a rank's ledger claims.
     #[must_use]
     pub fn claimed_blocks(&self, rank: u32, prompt: &[BlockHash]) -> usize {
-        self.inner.ranks.get(rank as usize).map_or(0, |rank| rank.ledger.lock().claimed_prefix_blocks(prompt))
+        self.inner
+            .ledgers
+            .get(rank as usize)
+            .map_or(0, |ledger| ledger.read(|ledger| ledger.claimed_prefix_blocks(prompt)))
     }
 
     /// Replaces the load report of its rank; routers hear of it. The worker numbers reports itself.
@@ -175,33 +153,11 @@ impl EngineHost {
         self.inner.load_number.subscribe()
     }
 
-    pub(crate) fn ranks(&self) -> u32 {
-        u32::try_from(self.inner.ranks.len()).unwrap_or(u32::MAX)
-    }
-
-    pub(crate) fn source(&self, rank: u32) -> Option<&SourceId> {
-        self.inner.ranks.get(rank as usize).map(|rank| &rank.source)
-    }
-
-    pub(crate) fn watch_ledger(&self, rank: u32) -> Option<watch::Receiver<u64>> {
-        self.inner.ranks.get(rank as usize).map(|rank| rank.next_sequence.subscribe())
-    }
-
-    /// What follows a position, and the account that covers exactly it. Without a position, everything from 0 is wanted;
-    /// `from_snapshot` skips the ring.
-    pub(crate) fn read_ledger(
-        &self,
-        rank: u32,
-        last_applied: Option<u64>,
-        from_snapshot: bool,
-    ) -> Option<(History, LedgerDigest)> {
-        let ledger = self.inner.ranks.get(rank as usize)?.ledger.lock();
-        let range = if from_snapshot { None } else { ledger.range_after(last_applied).ok() };
-        let history = range.map_or_else(|| History::Snapshot(ledger.snapshot()), History::Range);
-        Some((history, ledger.digest()))
+    pub(crate) fn ledgers(&self) -> &[Arc<SharedLedger>] {
+        &self.inner.ledgers
     }
 
     pub(crate) fn block_count(&self) -> u64 {
-        self.inner.ranks.iter().map(|rank| rank.ledger.lock().block_count()).sum()
+        self.inner.ledgers.iter().map(|ledger| ledger.read(Ledger::block_count)).sum()
     }
 }

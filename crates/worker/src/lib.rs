@@ -3,13 +3,10 @@
 //! An engine stands behind [`Engine`]; what all engines share is here: the service, the ledger and its event stream,
 //! request ids, deadlines, draining. The simulated engine is built in.
 
-mod convert;
-
 mod deadlines;
 mod drain;
 mod engine;
 mod host;
-mod kv_events;
 mod metrics;
 mod server;
 mod service;
@@ -21,6 +18,6 @@ mod worker;
 pub use engine::{Engine, EngineDescription, TokenizerFile};
 pub use host::EngineHost;
 pub use server::{WorkerAddresses, WorkerServer};
-pub use settings::{WorkerSettings, new_incarnation};
+pub use settings::WorkerSettings;
 pub use sim::{SimWorkerEngine, SimWorkerSettings, sim_tokenizer};
 pub use sink::RequestSink;

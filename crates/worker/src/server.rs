@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures::StreamExt as _;
 use kvist_errors::{Code, KvistError};
+use kvist_history::{HistoryServer, new_incarnation};
 use kvist_proto::{
     DESCRIPTOR_SET,
     engine::v1::{Limits, WorkerDescription, engine_service_server::EngineServiceServer},
@@ -19,9 +20,8 @@ use crate::{
     Engine, EngineDescription, EngineHost, WorkerSettings,
     drain::drain,
     host::HostSettings,
-    kv_events::KvEvents,
     service::Service,
-    settings::{listen_address, new_incarnation},
+    settings::listen_address,
     worker::{Up, Worker},
 };
 
@@ -100,7 +100,7 @@ impl WorkerServer {
         let stopping = CancellationToken::new();
         let service = Service {
             worker: Arc::clone(&worker),
-            kv_events: KvEvents::new(digest_interval, stopping.clone()),
+            kv_events: HistoryServer::new(digest_interval, stopping.clone()),
             stopping: stopping.clone(),
         };
         let service = EngineServiceServer::new(service)

@@ -10,6 +10,7 @@ use std::{
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _, stream};
 use kvist_errors::{Code, KvistError};
+use kvist_history::HistoryServer;
 use kvist_link::{ConnectFrames, EventReceiver, RequestEvent, event_buffer};
 use kvist_proto::engine::v1::{
     AbortReason, AbortRequest, AbortResponse, ConnectRequest, DescribeRequest, DescribeResponse, DrainRequest,
@@ -27,7 +28,6 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
     drain::drain,
-    kv_events::KvEvents,
     sink::Output,
     worker::{Acceptor, Worker, stopped},
 };
@@ -42,7 +42,7 @@ type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 /// The service.
 pub(crate) struct Service {
     pub(crate) worker: Arc<Worker>,
-    pub(crate) kv_events: KvEvents,
+    pub(crate) kv_events: HistoryServer,
     pub(crate) stopping: CancellationToken,
 }
 
@@ -127,7 +127,7 @@ impl EngineService for Service {
         request: Request<WatchKvEventsRequest>,
     ) -> Result<Response<Self::WatchKvEventsStream>, Status> {
         let host = &self.worker.up()?.host;
-        Ok(Response::new(ReceiverStream::new(self.kv_events.watch(host, request.get_ref())?)))
+        Ok(Response::new(ReceiverStream::new(self.kv_events.watch(host.ledgers(), request.get_ref())?)))
     }
 
     async fn watch_load(&self, request: Request<WatchLoadRequest>) -> Result<Response<Self::WatchLoadStream>, Status> {

@@ -1,9 +1,6 @@
 //! What a worker is told at its start.
 
-use std::{
-    net::SocketAddr,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::net::SocketAddr;
 
 use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::Role;
@@ -102,13 +99,6 @@ impl WorkerSettings {
     }
 }
 
-/// An incarnation above a floor and, on a clock that does not step back, above all earlier ones of any slot.
-#[must_use]
-pub fn new_incarnation(floor: u64) -> u64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_micros()).unwrap_or(u64::MAX).max(floor.saturating_add(1))
-}
-
 pub(crate) fn listen_address(field: &str, address: &str) -> Result<SocketAddr, KvistError> {
     address
         .parse()
@@ -144,11 +134,5 @@ mod tests {
         for wrong in [r#"{"modle":"m"}"#, r#"{"role":"cook"}"#, r#"{"worker_uid":"A"}"#, r#"{"model":""}"#] {
             assert_eq!(Code::InvalidArgument, WorkerSettings::from_json(wrong).unwrap_err().code, "{wrong}");
         }
-    }
-
-    #[test]
-    fn an_incarnation_is_above_its_floor() {
-        assert!(new_incarnation(0) > 1_700_000_000_000_000);
-        assert_eq!(u64::MAX, new_incarnation(u64::MAX - 1));
     }
 }

@@ -94,6 +94,9 @@ pub enum VllmSaid {
     },
     /// Another start of the engine speaks from here on: a new incarnation with an empty account.
     Restarted,
+    /// Whether the engine confirms what was said so far. It does not while it cannot be reached; what was said stays
+    /// true of the past then. False at first.
+    InTouch(bool),
 }
 
 /// Numbers of a reader.
@@ -101,12 +104,22 @@ pub enum VllmSaid {
 pub struct VllmReaderStats {
     /// Whether the PUB socket is connected.
     pub is_connected: bool,
+    /// Whether the engine confirms what was said so far.
+    pub is_in_touch: bool,
     /// Whether batches wait for an answer of the replay socket, or the last one is being verified.
     pub is_asking: bool,
     /// What became of the stream.
     pub stream: VllmStreamCounters,
     /// What became of its batches.
     pub batches: VllmCounters,
+}
+
+impl VllmReaderStats {
+    /// Messages, batches and events that could not be understood.
+    #[must_use]
+    pub fn refused(&self) -> u64 {
+        self.stream.malformed_messages + self.batches.all_refused()
+    }
 }
 
 /// A running reader. Dropping it stops it.
@@ -130,6 +143,7 @@ impl VllmReader {
             sequencer: Sequencer::new(settings.most_kept_bytes),
             decoder: VllmDecoder::new(settings.engine.clone()),
             is_connected: false,
+            is_in_touch: false,
             news_without_word: 0,
             is_news: false,
             reconnect: Arc::clone(&reconnect),
@@ -334,6 +348,8 @@ struct Work {
     sequencer: Sequencer,
     decoder: VllmDecoder,
     is_connected: bool,
+    /// As the caller was told.
+    is_in_touch: bool,
     news_without_word: u32,
     /// The answer that is coming has a batch that was new.
     is_news: bool,
@@ -408,7 +424,10 @@ impl Work {
                 self.is_connected = true;
                 self.sequencer.connected();
             }
-            Heard::Disconnected => self.is_connected = false,
+            Heard::Disconnected => {
+                self.is_connected = false;
+                self.sequencer.disconnected();
+            }
             Heard::Batch(sequence, payload) => {
                 self.news_without_word = 0;
                 self.sequencer.live(sequence, payload);
@@ -431,11 +450,17 @@ impl Work {
             };
             self.said.send(said).await?;
         }
+        let is_in_touch = self.is_connected && self.sequencer.is_confirmed();
+        if is_in_touch != self.is_in_touch {
+            self.is_in_touch = is_in_touch;
+            self.said.send(VllmSaid::InTouch(is_in_touch)).await?;
+        }
         if let Some(question) = self.sequencer.take_question() {
             self.asked.send_replace(Some(question));
         }
         *self.stats.lock() = VllmReaderStats {
             is_connected: self.is_connected,
+            is_in_touch,
             is_asking: self.sequencer.is_asking(),
             stream: self.sequencer.counters,
             batches: self.decoder.counters(),

@@ -83,6 +83,8 @@ pub(super) struct Sequencer {
     is_lost: bool,
     said: VecDeque<Said>,
     new_question: Option<Question>,
+    /// The engine has confirmed what was taken, and nothing speaks against it since.
+    is_confirmed: bool,
     pub(super) counters: VllmStreamCounters,
 }
 
@@ -105,6 +107,7 @@ impl Sequencer {
             is_lost: false,
             said: VecDeque::new(),
             new_question: None,
+            is_confirmed: false,
             counters: VllmStreamCounters::default(),
         }
     }
@@ -119,6 +122,11 @@ impl Sequencer {
         self.new_question.take()
     }
 
+    /// Whether the replay socket has confirmed the stream since the last connection, start, or failed question.
+    pub(super) fn is_confirmed(&self) -> bool {
+        self.is_confirmed
+    }
+
     pub(super) fn is_asking(&self) -> bool {
         self.asking.is_some()
     }
@@ -128,7 +136,13 @@ impl Sequencer {
         // Perhaps another engine's, and the answer has them all.
         self.kept.clear();
         self.kept_bytes = 0;
+        self.is_confirmed = false;
         self.ask(0);
+    }
+
+    /// The PUB socket's connection is gone.
+    pub(super) fn disconnected(&mut self) {
+        self.is_confirmed = false;
     }
 
     /// Nothing was said for a while: perhaps the last batch was lost.
@@ -217,12 +231,14 @@ impl Sequencer {
                 self.counters.duplicate_batches += 1;
             }
         }
+        self.is_confirmed = true;
     }
 
     /// A question that got no whole answer. It is asked again.
     pub(super) fn answer_failed(&mut self, number: u64) {
         let Some(asking) = self.asking.as_ref().filter(|asking| asking.question.number == number) else { return };
         self.counters.failed_questions += 1;
+        self.is_confirmed = false;
         let attempt = asking.question.attempt.saturating_add(1);
         self.ask(attempt);
     }
@@ -311,6 +327,7 @@ impl Sequencer {
     /// Everything is of another start of the engine, also what was kept.
     fn restart(&mut self) {
         self.counters.restarts += 1;
+        self.is_confirmed = false;
         self.said.push_back(Said::Restarted);
         self.next = 0;
         self.digests.clear();

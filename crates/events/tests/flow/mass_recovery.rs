@@ -59,6 +59,7 @@ fn feed_workers_of(workers: &[ScriptedWorker]) -> Vec<FeedWorker> {
             address: worker.address(),
             incarnation: Incarnation(10),
             ranks: RANKS,
+            is_attached: false,
         })
         .collect()
 }
@@ -94,6 +95,7 @@ async fn a_thousand_sources_recover_in_a_dozen_indexes_at_once_through_a_kv_mast
         address: silent.local_addr().unwrap().to_string(),
         incarnation: Incarnation(10),
         ranks: RANKS,
+        is_attached: false,
     };
     let kvmaster = ScriptedKvMaster::start(Arc::clone(master.index()), None).await;
     let mut feeds = Vec::new();
@@ -156,6 +158,7 @@ async fn slow_workers_delay_nobody_and_are_asked_by_few_at_once() {
         address: worker.address(),
         incarnation: Incarnation(10),
         ranks,
+        is_attached: false,
     };
     feed.set_workers(vec![named("slow", 40, &slow)]);
     eventually("the slow one is asked by as many as may", || slow.open_questions().0 == MOST_SLOW).await;

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, pin::Pin, sync::Arc};
 
 use futures::Stream;
 use kvist_blocks::{BlockHash, Incarnation, Rank, SourceKey, Tier};
-use kvist_events::convert::{self, StatedDigest};
+use kvist_events::convert;
 use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerSettings, StoredBlocks};
 use kvist_proto::{
     engine::v1::{
@@ -71,9 +71,7 @@ impl State {
 
     fn digest(&self, rank: u32) -> Part {
         let digest = self.ledgers[rank as usize].digest();
-        let stated =
-            StatedDigest { next_sequence: digest.next_sequence, tiers: digest.tiers, complete: digest.complete };
-        Part::Digest(convert::digest_to(&self.source(rank), &stated, 1))
+        Part::Digest(convert::digest_to(&self.source(rank), &digest, 1))
     }
 
     fn send(&mut self, part: &Part) {
@@ -215,11 +213,7 @@ impl Service {
             Some(batches) => batches.iter().map(|batch| Part::Batch(convert::batch_to(&source, batch))).collect(),
             None => {
                 state.snapshots += 1;
-                let snapshot = ledger.snapshot();
-                convert::snapshot_to(&source, snapshot.next_sequence, &snapshot.blocks, snapshot.complete)
-                    .into_iter()
-                    .map(Part::Snapshot)
-                    .collect()
+                convert::snapshot_to(&source, &ledger.snapshot()).into_iter().map(Part::Snapshot).collect()
             }
         };
         let next_sequence = state.ledgers[rank as usize].next_sequence();

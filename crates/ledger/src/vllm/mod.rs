@@ -161,6 +161,12 @@ impl VllmCounters {
     pub fn refused(&self, reason: Refusal) -> u64 {
         self.refused[reason as usize]
     }
+
+    /// Events and batches refused for any reason.
+    #[must_use]
+    pub fn all_refused(&self) -> u64 {
+        self.refused.iter().sum()
+    }
 }
 
 /// Reads the batches of one engine.

@@ -1,5 +1,6 @@
 """The Rust core. Calls that may block release the interpreter; failures are `CoreError`."""
 
+from collections.abc import Callable
 from typing import Protocol, Self
 
 __version__: str
@@ -138,8 +139,38 @@ class IndexSnapshots:
     def next_parts(self) -> list[bytes]:
         """The next encoded `BootstrapResponse`s; none after the end mark. Walks the index."""
 
+class AttachedEngines:
+    """Reads what attached engines publish, and keeps their ledgers."""
+
+    def __new__(cls, runtime: Runtime, settings_json: str) -> Self:
+        """Settings: `hash_seed`, `folder`, `engines`, `ring_batches`, `digest_interval_ms`."""
+    def start(self) -> None:
+        """Begins to read; engines may come later."""
+    def descriptions(self) -> list[bytes]:
+        """Encoded `AttachedEngine`s, of those that were reached."""
+    def digests(self, worker_uid: str) -> list[bytes] | None:
+        """Encoded `LedgerDigest`s of the ledgers of an engine; none for an engine that is not attached."""
+    def watch(self, request: bytes, on_part: Callable[[bytes | str | None], object]) -> AttachedStream:
+        """Answers an encoded `kvist.agent.v1.WatchKvEventsRequest`.
+
+        `on_part` is called, on a thread of the core, with each encoded response, at last with the name of an error
+        code, or with none. Whoever has sent a part on calls `taken`.
+        """
+    def stats(self) -> str:
+        """Numbers of all engines as JSON text."""
+    def stop(self) -> None:
+        """Ends the readers. Idempotent."""
+
+class AttachedStream:
+    """A history on its way. Closed when it is dropped."""
+
+    def taken(self) -> None:
+        """A part was sent on: there is room for another."""
+    def close(self) -> None:
+        """Nobody wants the rest. Idempotent."""
+
 class Relay:
-    """Publishes the KV events of a node's workers."""
+    """Publishes the KV events of a node's workers and attached engines."""
 
     def __new__(cls, runtime: Runtime, settings_json: str) -> Self:
         """Settings: `nats_url`, `cluster`, `client_name`, `credentials_file`."""
@@ -147,6 +178,8 @@ class Relay:
         """Connects in the background; NATS may come later."""
     def set_workers(self, workers_json: str) -> None:
         """Relays exactly these workers: a JSON array of `{"uid", "address"}`."""
+    def attach(self, engines: AttachedEngines) -> None:
+        """Relays attached engines too, from here on."""
     def stats(self) -> str:
         """Numbers of the relay as JSON text."""
     def stop(self) -> None:

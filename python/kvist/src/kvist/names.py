@@ -41,6 +41,23 @@ RELAY_DROPPED_BATCHES: Final = "kvist_relay_dropped_batches_total"
 RELAY_SKIPPED_SNAPSHOTS: Final = "kvist_relay_skipped_snapshots_total"
 RELAY_BROKEN_STREAMS: Final = "kvist_relay_broken_streams_total"
 
+# Engines that an agent has attached.
+ATTACHED_CONNECTED: Final = "kvist_attached_connected"
+ATTACHED_IN_TOUCH: Final = "kvist_attached_in_touch"
+ATTACHED_COMPLETE: Final = "kvist_attached_complete"
+ATTACHED_BLOCKS: Final = "kvist_attached_blocks"
+ATTACHED_HINTS: Final = "kvist_attached_hints"
+ATTACHED_BATCHES: Final = "kvist_attached_batches_total"
+ATTACHED_DUPLICATE_BATCHES: Final = "kvist_attached_duplicate_batches_total"
+ATTACHED_EVENTS: Final = "kvist_attached_events_total"
+ATTACHED_REFUSED: Final = "kvist_attached_refused_total"
+ATTACHED_GAPS: Final = "kvist_attached_gaps_total"
+ATTACHED_LOSSES: Final = "kvist_attached_losses_total"
+ATTACHED_RESTARTS: Final = "kvist_attached_restarts_total"
+ATTACHED_QUESTIONS: Final = "kvist_attached_questions_total"
+ATTACHED_FAILED_QUESTIONS: Final = "kvist_attached_failed_questions_total"
+ATTACHED_LEFT_OUT_BLOCKS: Final = "kvist_attached_left_out_blocks_total"
+
 # Index of a KV master; a router's has the same names.
 INDEX_SOURCES: Final = "kvist_index_sources"
 INDEX_BLOCKS: Final = "kvist_index_blocks"
@@ -65,6 +82,8 @@ INDEX_EVENT_LAG_SECONDS: Final = "kvist_index_event_lag_seconds"
 LABEL_REASON: Final = "reason"
 LABEL_STATE: Final = "state"
 LABEL_WORKER: Final = "worker"
+LABEL_RANK: Final = "rank"
+LABEL_SOCKET: Final = "socket"
 
 # Attributes of spans: the stable names of the RPC conventions, and ours below `kvist.`.
 RPC_SYSTEM_NAME: Final = "rpc.system.name"

@@ -13,6 +13,7 @@ from kvist.grpc import GrpcServer, Registration, open_channel
 from kvist.grpc.client import TlsFiles
 from kvist.runner import Process
 from kvist.settings import join_address, split_address
+from kvist_agent.attached import AttachedEngines
 from kvist_agent.event_plane import EventPlane
 from kvist_agent.inventory import read_inventory, read_load
 from kvist_agent.service import AgentService
@@ -34,7 +35,11 @@ async def main(process: Process[AgentSettings]) -> None:
     folder = StateFolder(settings.state_folder.absolute())
     node_uid = folder.node_uid()
     events = EventPlane(settings.bus, node_uid=node_uid, registry=process.registry)
-    events.enter_cluster(folder.read_session().cluster)
+    attached = AttachedEngines(settings.attach, folder=folder.attached, node_uid=node_uid, registry=process.registry)
+    known = folder.read_session()
+    events.enter_cluster(known.cluster)
+    if known.cluster:
+        attached.enter_cluster(known.hash_seed)
     client = GrpcWorkerClient()
     inventory = read_inventory(
         node_uid=node_uid, name=settings.node_name, labels=settings.labels, engines=settings.workers.engines
@@ -55,7 +60,7 @@ async def main(process: Process[AgentSettings]) -> None:
                 advertised_host=settings.advertised_host,
             )
         )
-        service = AgentService(slots, client=client, inventory=inventory)
+        service = AgentService(slots, attached=attached, client=client, inventory=inventory)
         server = await stack.enter_async_context(
             GrpcServer(
                 settings.grpc,
@@ -74,17 +79,22 @@ async def main(process: Process[AgentSettings]) -> None:
 
         def on_welcome(welcome: RegisterWelcome) -> None:
             events.enter_cluster(welcome.cluster)
+            attached.enter_cluster(welcome.hash_seed)
             process.readiness.clear("registration")
 
         session = ControllerSession(
-            Introduction(inventory, address=address, admin_address=admin.address), slots=slots, on_welcome=on_welcome
+            Introduction(inventory, address=address, admin_address=admin.address),
+            slots=slots,
+            attached=attached,
+            on_welcome=on_welcome,
         )
         await slots.attached(time_limit_seconds=ATTACH_TIME_LIMIT_SECONDS)
         process.announce(grpc_address=address, admin_address=admin.address, node_uid=node_uid)
         process.readiness.block("registration", "no controller has taken this node yet")
         process.readiness.clear("start")
         async with asyncio.TaskGroup() as group:
-            relaying = group.create_task(events.run(slots))
+            attaching = group.create_task(attached.run())
+            relaying = group.create_task(events.run(slots, attached))
             registering = group.create_task(session.run(channels))
             await server.set_serving(True)
             await process.stopping.wait()
@@ -94,6 +104,7 @@ async def main(process: Process[AgentSettings]) -> None:
                 # The session stays open meanwhile, so that the controller sees the workers drain.
                 await slots.stop_all()
             relaying.cancel()
+            attaching.cancel()
             registering.cancel()
 
 

@@ -17,6 +17,7 @@ from kvist.errors import core_errors
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.settings import BusSettings
 from kvist.telemetry import logger
+from kvist_agent.attached import AttachedEngines
 from kvist_agent.relay_metrics import RelayCollector
 from kvist_agent.slots import WorkerSlots
 
@@ -56,7 +57,7 @@ class EventPlane:
         else:
             await self._bus.publish_tombstone(tombstone)
 
-    async def run(self, slots: WorkerSlots) -> None:
+    async def run(self, slots: WorkerSlots, attached: AttachedEngines) -> None:
         """Relays events until cancelled. Without NATS servers, it only waits."""
         await self._cluster_known.wait()
         if not self._settings.urls:
@@ -70,11 +71,11 @@ class EventPlane:
                 for tombstone in list(self._waiting.values()):
                     await bus.publish_tombstone(tombstone)
                 self._waiting.clear()
-                await self._relay(slots)
+                await self._relay(slots, attached)
             finally:
                 self._bus = None
 
-    async def _relay(self, slots: WorkerSlots) -> None:
+    async def _relay(self, slots: WorkerSlots, attached: AttachedEngines) -> None:
         settings = relay_settings(self._settings, cluster=self._cluster, client_name=f"{self._client_name}-relay")
         runtime = _core.Runtime(RELAY_THREADS)
         try:
@@ -84,6 +85,10 @@ class EventPlane:
             numbers = RelayCollector(relay)
             self._registry.register(numbers)
             try:
+                engines = await attached.core()
+                if engines is not None:
+                    with core_errors():
+                        await asyncio.to_thread(relay.attach, engines)
                 await _feed(relay, slots)
             finally:
                 self._registry.unregister(numbers)

@@ -11,6 +11,7 @@ import grpc
 from kvist.agent.v1 import agent_pb2 as pb
 from kvist.agent.v1.agent_pb2_grpc import AgentServiceServicer
 from kvist.errors import KvistError, UnsupportedError, invalid_field
+from kvist_agent.attached import AttachedEngines
 from kvist_agent.inventory import read_load
 from kvist_agent.slots import WorkerSlots
 from kvist_agent.worker_client import GrpcWorkerClient
@@ -26,8 +27,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class AgentService(AgentServiceServicer):
     """Serves the slots of this node."""
 
-    def __init__(self, slots: WorkerSlots, *, client: GrpcWorkerClient, inventory: pb.NodeInventory) -> None:
+    def __init__(
+        self,
+        slots: WorkerSlots,
+        *,
+        attached: AttachedEngines,
+        client: GrpcWorkerClient,
+        inventory: pb.NodeInventory,
+    ) -> None:
         self._slots = slots
+        self._attached = attached
         self._client = client
         self._inventory = inventory
 
@@ -85,14 +94,21 @@ class AgentService(AgentServiceServicer):
         self, request: pb.WatchKvEventsRequest, context: _Context
     ) -> AsyncIterator[pb.WatchKvEventsResponse]:
         """Ledgers of attached engines."""
-        async for response in _unsupported(pb.WatchKvEventsResponse, "this agent attaches no engines; ask the worker"):
+        async for response in self._attached.watch(request):
             yield response
 
     async def Audit(self, request: pb.AuditRequest, context: _Context) -> pb.AuditResponse:
         """Digests of this node's ledgers as they state them now."""
         wanted = set(request.worker_uids)
         statuses = [status for status in self._slots.statuses() if not wanted or status.spec.worker_uid in wanted]
-        response = pb.AuditResponse(silent_worker_uids=sorted(wanted - {status.spec.worker_uid for status in statuses}))
+        attached = [uid for uid in self._attached.uids() if not wanted or uid in wanted]
+        known = {status.spec.worker_uid for status in statuses} | set(attached)
+        response = pb.AuditResponse(silent_worker_uids=sorted(wanted - known))
+        for uid in attached:
+            digests = self._attached.digests(uid)
+            response.digests.extend(digests)
+            if not digests:
+                response.silent_worker_uids.append(uid)
 
         async def ask(status: pb.WorkerStatus) -> None:
             address = self._slots.slot(status.spec.worker_uid).local_address

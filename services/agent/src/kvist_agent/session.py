@@ -19,6 +19,7 @@ from kvist.controller.v1.controller_pb2 import (
 from kvist.controllers import try_controllers
 from kvist.errors import PreconditionError, from_rpc_error
 from kvist.telemetry import logger
+from kvist_agent.attached import AttachedEngines
 from kvist_agent.inventory import read_load
 from kvist_agent.slots import WorkerSlots
 
@@ -55,10 +56,12 @@ class ControllerSession:
         introduction: Introduction,
         *,
         slots: WorkerSlots,
+        attached: AttachedEngines,
         on_welcome: Callable[[RegisterWelcome], None],
     ) -> None:
         self._introduction = introduction
         self._slots = slots
+        self._attached = attached
         self._on_welcome = on_welcome
         self._heartbeat_seconds = DEFAULT_HEARTBEAT_SECONDS
         self._assignment_number = 0
@@ -101,6 +104,7 @@ class ControllerSession:
                 address=self._introduction.address,
                 admin_address=self._introduction.admin_address,
                 workers=self._slots.statuses(),
+                attached=self._attached.descriptions(),
             )
         )
         while not ended.is_set():
@@ -111,7 +115,10 @@ class ControllerSession:
                 number = self._slots.changes.number
             yield RegisterRequest(
                 heartbeat=Heartbeat(
-                    workers=self._slots.statuses(), load=read_load(), assignment_number=self._assignment_number
+                    workers=self._slots.statuses(),
+                    load=read_load(),
+                    assignment_number=self._assignment_number,
+                    attached=self._attached.descriptions(),
                 )
             )
 

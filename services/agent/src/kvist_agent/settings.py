@@ -14,6 +14,7 @@ from kvist.settings import (
     check_plain_text,
     join_address,
 )
+from kvist_agent.attach_settings import AttachSettings
 
 
 class WorkerSettings(Settings):
@@ -78,10 +79,21 @@ class AgentSettings(Settings):
     """Host that others reach this node and its workers by; that of each listener when empty."""
     bus: BusSettings = BusSettings()
     """Where KV events and tombstones go."""
+    attach: tuple[AttachSettings, ...] = ()
+    """Engines that run already, and whose KV events this agent reads."""
     workers: WorkerSettings = WorkerSettings()
     """How workers are started and ended."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and the admin server."""
+
+    @field_validator("attach")
+    @classmethod
+    def _have_names_of_their_own(cls, value: tuple[AttachSettings, ...]) -> tuple[AttachSettings, ...]:
+        names = [engine.name for engine in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two engines are called {name!r}: a name is the engine's identity on this node")
+        return value
 
     @model_validator(mode="after")
     def _is_reachable(self) -> Self:

@@ -4,6 +4,7 @@
 <state folder>/
   node.json              UID of the node
   session.json           the last terms and the highest fence of a controller
+  attached/<uid>.incarnation   the last incarnation of an engine that runs already
   slots/<worker uid>/    slot.json, settings.json, ready.json, worker.log, worker.log.1
 ```
 """
@@ -160,6 +161,11 @@ class StateFolder:
         self.root = root
         self._slots = root / "slots"
         self._slots.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def attached(self) -> Path:
+        """Where the incarnations of attached engines are."""
+        return self.root / "attached"
 
     def node_uid(self) -> str:
         """UID of the node, made at the first call."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
-from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY
-from kvist.controller.v1.controller_pb2 import ClusterState, DeadIncarnation, Model, Pool, WorkerEntry
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY, AttachedEngine
+from kvist.controller.v1.controller_pb2 import AttachedEntry, ClusterState, DeadIncarnation, Model, Pool, WorkerEntry
 from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
 from kvist.router.v1.router_pb2 import TRANSPORT_GRPC, Target
 from kvist_controller.records import NodeRecord, ServiceRecord, SlotRecord
@@ -43,6 +43,7 @@ def build_cluster_state(
     services: Iterable[ServiceRecord],
     slots: Iterable[SlotRecord],
     nodes: Mapping[str, NodeRecord],
+    attached: Iterable[tuple[str, AttachedEngine]] = (),
     contracts: Mapping[tuple[str, str], PoolContract],
     dead_incarnations: Mapping[str, int],
     silent_workers: Collection[str],
@@ -54,6 +55,11 @@ def build_cluster_state(
     for slot in sorted(slots, key=lambda slot: slot.uid):
         if slot.uid not in silent_workers and is_usable(slot, dead_incarnations):
             state.workers.append(_worker(slot, nodes.get(slot.node_uid)))
+    for node_uid, engine in sorted(attached, key=lambda item: (item[1].worker_uid, item[0])):
+        if node_uid in nodes:
+            state.attached.append(
+                AttachedEntry(engine=engine, node_uid=node_uid, agent_address=nodes[node_uid].address)
+            )
     state.dead_incarnations.extend(
         DeadIncarnation(worker_uid=uid, incarnation=incarnation)
         for uid, incarnation in sorted(dead_incarnations.items())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvist.agent.v1.agent_pb2 import NodeLoad, WorkerSpec, WorkerStatus
+from kvist.agent.v1.agent_pb2 import AttachedEngine, NodeLoad, WorkerSpec, WorkerStatus
 from kvist.changes import Changes
 from kvist.controller.v1.controller_pb2 import AgentHello, ClusterState, NodeEntry, WorkerVerdict
 from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
@@ -128,6 +128,8 @@ class Controller:
             fleet.deaths = {
                 dead.worker_uid: Death(dead.incarnation, now_seconds) for dead in self._state.dead_incarnations
             }
+            for entry in self._state.attached:
+                fleet.attached.setdefault(entry.node_uid, []).append(entry.engine)
         self._presence.load(fleet.nodes, now_seconds=now_seconds)
         _log.info("state_loaded", services=len(self.services), nodes=len(fleet.nodes), slots=len(fleet.slots))
 
@@ -273,11 +275,20 @@ class Controller:
 
     def hello(self, hello: AgentHello) -> None:
         """An agent has introduced its node."""
+        self._fleet.attach(hello.inventory.node_uid, hello.attached)
         self._fleet.hello(hello, now_seconds=self._clocks.monotonic(), now_unix_seconds=self._clocks.unix())
         self._wake.set()
 
-    def heartbeat(self, node_uid: str, workers: Sequence[WorkerStatus], *, load: NodeLoad | None) -> None:
+    def heartbeat(
+        self,
+        node_uid: str,
+        workers: Sequence[WorkerStatus],
+        *,
+        load: NodeLoad | None,
+        attached: Sequence[AttachedEngine] = (),
+    ) -> None:
         """An agent is alive."""
+        is_news = self._fleet.attach(node_uid, attached)
         self._fleet.heartbeat(
             node_uid,
             workers,
@@ -285,7 +296,7 @@ class Controller:
             now_seconds=self._clocks.monotonic(),
             now_unix_seconds=self._clocks.unix(),
         )
-        if self._fleet.pending:
+        if self._fleet.pending or is_news:
             self._wake.set()
 
     def orders(self, node_uid: str) -> NodeOrders:
@@ -327,6 +338,7 @@ class Controller:
             services=self.services.values(),
             slots=self._fleet.slots.values(),
             nodes=self._fleet.nodes,
+            attached=self._fleet.attached_engines(now_seconds=now_seconds),
             contracts=self._fleet.contracts,
             dead_incarnations={
                 uid: death.incarnation

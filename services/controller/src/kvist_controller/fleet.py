@@ -11,6 +11,7 @@ from kvist.agent.v1.agent_pb2 import (
     WORKER_PHASE_READY,
     WORKER_PHASE_REFUSED,
     WORKER_PHASE_STOPPED,
+    AttachedEngine,
     NodeLoad,
     WorkerStatus,
 )
@@ -51,6 +52,8 @@ class Fleet:
         self.slots: dict[str, SlotRecord] = {}
         self.contracts: dict[tuple[str, str], PoolContract] = {}
         self.deaths: dict[str, Death] = {}
+        # By node. Not stored by itself: the published cluster state has them, and each heartbeat states them.
+        self.attached: dict[str, list[AttachedEngine]] = {}
         self.pending: dict[str, bytes | None] = {}
         self.presence = presence
         self._keys = keys
@@ -96,6 +99,14 @@ class Fleet:
                 self.put_slot(replace(slot, status=None, verdict=None))
             else:
                 self._take_status(slot, status)
+
+    def attach(self, node_uid: str, engines: Iterable[AttachedEngine]) -> bool:
+        """An agent has stated the engines that it has attached; returns whether that is news."""
+        stated = list(engines)
+        if self.attached.get(node_uid, []) == stated:
+            return False
+        self.attached[node_uid] = stated
+        return True
 
     def _take_status(self, slot: SlotRecord, status: WorkerStatus) -> None:
         verdict = slot.verdict
@@ -151,6 +162,7 @@ class Fleet:
         """Forgets a node."""
         if self.nodes.pop(node_uid, None) is not None:
             self.presence.forget(node_uid)
+            self.attached.pop(node_uid, None)
             self._news.pop(node_uid, None)
             self.pending[f"{self._keys.nodes}{node_uid}"] = None
 
@@ -181,6 +193,15 @@ class Fleet:
             is_draining=slot.is_draining,
             is_lost=self.presence.is_lost(slot.node_uid, now_seconds=now_seconds),
         )
+
+    def attached_engines(self, *, now_seconds: float) -> list[tuple[str, AttachedEngine]]:
+        """The attached engines of nodes that are not lost, each with its node."""
+        return [
+            (node_uid, engine)
+            for node_uid, engines in self.attached.items()
+            if not self.presence.is_lost(node_uid, now_seconds=now_seconds)
+            for engine in engines
+        ]
 
     def node_views(self, *, now_seconds: float) -> list[NodeView]:
         """The present nodes as placement sees them."""
@@ -221,6 +242,7 @@ class Fleet:
                     for slot in sorted(self.slots.values(), key=lambda slot: slot.uid)
                     if slot.node_uid == node.uid
                 ],
+                attached=self.attached.get(node.uid, []),
             )
             news = self._news.get(node.uid)
             if news is not None:

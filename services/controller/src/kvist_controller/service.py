@@ -140,7 +140,7 @@ class ControllerService(ControllerServiceServicer):
                 if request.WhichOneof("message") == "heartbeat":
                     beat = request.heartbeat
                     load = beat.load if beat.HasField("load") else None
-                    controller.heartbeat(node_uid, beat.workers, load=load)
+                    controller.heartbeat(node_uid, beat.workers, attached=beat.attached, load=load)
             sender.cancel()
         _log.info("agent_session_ended", node_uid=node_uid)
 

@@ -199,6 +199,52 @@ class WorkerStatus(_message.Message):
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
+class AttachedEngine(_message.Message):
+    """An engine that Kvist did not start, whose KV events an agent reads. Its agent keeps the ledger."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_UID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    worker_uid: _builtins.str
+    """UID under which its ledger speaks, as a worker's does: lower-case letters, digits and '-'."""
+    name: _builtins.str
+    """Name that the agent's settings give it."""
+    model: _builtins.str
+    """Name of the model that it serves."""
+    incarnation: _builtins.int
+    """The oldest of its ranks' incarnations; each rank's own is in what it says."""
+    ranks: _builtins.int
+    """Data-parallel ranks."""
+    block_size_tokens: _builtins.int
+    """Tokens a block of its ledger."""
+    namespace: _builtins.str
+    """Namespace that seeds the block hashes."""
+    def __init__(
+        self,
+        *,
+        worker_uid: _builtins.str = ...,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        block_size_tokens: _builtins.int = ...,
+        namespace: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "incarnation", b"incarnation", "model", b"model", "name", b"name", "namespace", b"namespace", "ranks", b"ranks", "worker_uid", b"worker_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachedEngine: _TypeAlias = AttachedEngine  # noqa: Y015
+
+@_typing.final
 class NodeInventory(_message.Message):
     """What a node is."""
 

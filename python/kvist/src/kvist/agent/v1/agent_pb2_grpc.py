@@ -125,13 +125,15 @@ class AgentServiceServicer:
 
     def WatchKvEvents(self, request, context):
         """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here.
+        Errors: NOT_FOUND when this agent has attached no such engine; UNAVAILABLE when the engine was started again
+        meanwhile: ask anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Audit(self, request, context):
-        """Digests of the ledgers of this node's workers, as the ledgers state them now. Idempotent.
+        """Digests of the ledgers of this node's workers and attached engines, as the ledgers state them now. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,9 +46,12 @@ class AgentServiceStub:
     ReadWorkerLog: _grpc.UnaryStreamMultiCallable[_agent_pb2.ReadWorkerLogRequest, _agent_pb2.ReadWorkerLogResponse]
     """The end of a worker's log, then, with `follow`, what is added."""
     WatchKvEvents: _grpc.UnaryStreamMultiCallable[_agent_pb2.WatchKvEventsRequest, _agent_pb2.WatchKvEventsResponse]
-    """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here."""
+    """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here.
+    Errors: NOT_FOUND when this agent has attached no such engine; UNAVAILABLE when the engine was started again
+    meanwhile: ask anew.
+    """
     Audit: _grpc.UnaryUnaryMultiCallable[_agent_pb2.AuditRequest, _agent_pb2.AuditResponse]
-    """Digests of the ledgers of this node's workers, as the ledgers state them now. Idempotent."""
+    """Digests of the ledgers of this node's workers and attached engines, as the ledgers state them now. Idempotent."""
     GetNode: _grpc.UnaryUnaryMultiCallable[_agent_pb2.GetNodeRequest, _agent_pb2.GetNodeResponse]
     """What the node is and how loaded it is. Idempotent."""
     FetchArtifact: _grpc.UnaryStreamMultiCallable[_agent_pb2.FetchArtifactRequest, _agent_pb2.FetchArtifactResponse]
@@ -72,9 +75,12 @@ class AgentServiceAsyncStub(AgentServiceStub):
     ReadWorkerLog: _aio.UnaryStreamMultiCallable[_agent_pb2.ReadWorkerLogRequest, _agent_pb2.ReadWorkerLogResponse]  # type: ignore[assignment]
     """The end of a worker's log, then, with `follow`, what is added."""
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_agent_pb2.WatchKvEventsRequest, _agent_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
-    """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here."""
+    """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here.
+    Errors: NOT_FOUND when this agent has attached no such engine; UNAVAILABLE when the engine was started again
+    meanwhile: ask anew.
+    """
     Audit: _aio.UnaryUnaryMultiCallable[_agent_pb2.AuditRequest, _agent_pb2.AuditResponse]  # type: ignore[assignment]
-    """Digests of the ledgers of this node's workers, as the ledgers state them now. Idempotent."""
+    """Digests of the ledgers of this node's workers and attached engines, as the ledgers state them now. Idempotent."""
     GetNode: _aio.UnaryUnaryMultiCallable[_agent_pb2.GetNodeRequest, _agent_pb2.GetNodeResponse]  # type: ignore[assignment]
     """What the node is and how loaded it is. Idempotent."""
     FetchArtifact: _aio.UnaryStreamMultiCallable[_agent_pb2.FetchArtifactRequest, _agent_pb2.FetchArtifactResponse]  # type: ignore[assignment]
@@ -131,7 +137,10 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.WatchKvEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.WatchKvEventsResponse], _abc.AsyncIterator[_agent_pb2.WatchKvEventsResponse]]:
-        """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here."""
+        """As `EngineService.WatchKvEvents`, for engines that Kvist did not start and whose ledger lives here.
+        Errors: NOT_FOUND when this agent has attached no such engine; UNAVAILABLE when the engine was started again
+        meanwhile: ask anew.
+        """
 
     @_abc_1.abstractmethod
     def Audit(
@@ -139,7 +148,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.AuditRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.AuditResponse, _abc.Awaitable[_agent_pb2.AuditResponse]]:
-        """Digests of the ledgers of this node's workers, as the ledgers state them now. Idempotent."""
+        """Digests of the ledgers of this node's workers and attached engines, as the ledgers state them now. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetNode(

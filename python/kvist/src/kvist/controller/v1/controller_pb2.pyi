@@ -529,6 +529,7 @@ class AgentHello(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """`host:port` of the agent's gRPC server."""
     admin_address: _builtins.str
@@ -541,6 +542,10 @@ class AgentHello(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.WorkerStatus]:
         """The workers it runs or has re-attached to."""
 
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.AttachedEngine]:
+        """Engines that it has attached and reached."""
+
     def __init__(
         self,
         *,
@@ -548,10 +553,11 @@ class AgentHello(_message.Message):
         address: _builtins.str = ...,
         admin_address: _builtins.str = ...,
         workers: _abc.Iterable[_agent_pb2.WorkerStatus] | None = ...,
+        attached: _abc.Iterable[_agent_pb2.AttachedEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "inventory", b"inventory", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "attached", b"attached", "inventory", b"inventory", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,6 +572,7 @@ class Heartbeat(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_NUMBER_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     assignment_number: _builtins.int
     """The last assignment that was taken up."""
     @_builtins.property
@@ -576,16 +583,21 @@ class Heartbeat(_message.Message):
     def load(self) -> _agent_pb2.NodeLoad:
         """How loaded the node is."""
 
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.AttachedEngine]:
+        """All engines that it has attached and reached."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[_agent_pb2.WorkerStatus] | None = ...,
         load: _agent_pb2.NodeLoad | None = ...,
         assignment_number: _builtins.int = ...,
+        attached: _abc.Iterable[_agent_pb2.AttachedEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_number", b"assignment_number", "load", b"load", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_number", b"assignment_number", "attached", b"attached", "load", b"load", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -849,6 +861,7 @@ class ClusterState(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     DEAD_INCARNATIONS_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     """Name of the cluster; part of NATS subjects."""
     hash_seed: _builtins.int
@@ -869,6 +882,10 @@ class ClusterState(_message.Message):
     def dead_incarnations(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadIncarnation]:
         """Deaths that were announced and are recent, so that a router that missed the tombstone learns of them."""
 
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedEntry]:
+        """Engines that Kvist did not start: sources of KV knowledge whose histories their agents serve. No targets."""
+
     def __init__(
         self,
         *,
@@ -878,10 +895,11 @@ class ClusterState(_message.Message):
         models: _abc.Iterable[Global___Model] | None = ...,
         workers: _abc.Iterable[Global___WorkerEntry] | None = ...,
         dead_incarnations: _abc.Iterable[Global___DeadIncarnation] | None = ...,
+        attached: _abc.Iterable[Global___AttachedEntry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "dead_incarnations", b"dead_incarnations", "hash_seed", b"hash_seed", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "cluster", b"cluster", "dead_incarnations", b"dead_incarnations", "hash_seed", b"hash_seed", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1034,6 +1052,38 @@ class WorkerEntry(_message.Message):
 Global___WorkerEntry: _TypeAlias = WorkerEntry  # noqa: Y015
 
 @_typing.final
+class AttachedEntry(_message.Message):
+    """One engine that an agent has attached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    NODE_UID_FIELD_NUMBER: _builtins.int
+    AGENT_ADDRESS_FIELD_NUMBER: _builtins.int
+    node_uid: _builtins.str
+    """UID of the node."""
+    agent_address: _builtins.str
+    """`host:port` of the node's agent, whose `AgentService.WatchKvEvents` serves its history."""
+    @_builtins.property
+    def engine(self) -> _agent_pb2.AttachedEngine:
+        """What it is."""
+
+    def __init__(
+        self,
+        *,
+        engine: _agent_pb2.AttachedEngine | None = ...,
+        node_uid: _builtins.str = ...,
+        agent_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_address", b"agent_address", "engine", b"engine", "node_uid", b"node_uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachedEntry: _TypeAlias = AttachedEntry  # noqa: Y015
+
+@_typing.final
 class DeadIncarnation(_message.Message):
     """An incarnation that is closed."""
 
@@ -1112,6 +1162,7 @@ class NodeEntry(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     HEARD_AT_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """`host:port` of its agent."""
     present: _builtins.bool
@@ -1132,6 +1183,10 @@ class NodeEntry(_message.Message):
     def heard_at(self) -> _timestamp_pb2.Timestamp:
         """When the last heartbeat came."""
 
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.AttachedEngine]:
+        """Engines that its agent has attached and reached."""
+
     def __init__(
         self,
         *,
@@ -1141,10 +1196,11 @@ class NodeEntry(_message.Message):
         workers: _abc.Iterable[_agent_pb2.WorkerStatus] | None = ...,
         heard_at: _timestamp_pb2.Timestamp | None = ...,
         present: _builtins.bool = ...,
+        attached: _abc.Iterable[_agent_pb2.AttachedEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heard_at", b"heard_at", "inventory", b"inventory", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "heard_at", b"heard_at", "inventory", b"inventory", "load", b"load", "present", b"present", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attached", b"attached", "heard_at", b"heard_at", "inventory", b"inventory", "load", b"load", "present", b"present", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,11 +7,8 @@ use std::{sync::Arc, time::Duration};
 
 use kvist_errors::{Code, KvistError};
 use kvist_ledger::LedgerDigest;
-use kvist_proto::{
-    engine::v1::{
-        CaughtUp, ResumePosition, WatchKvEventsRequest, WatchKvEventsResponse, watch_kv_events_response::Part,
-    },
-    events::v1::SourceId,
+use kvist_proto::engine::v1::{
+    CaughtUp, ResumePosition, WatchKvEventsRequest, WatchKvEventsResponse, watch_kv_events_response::Part,
 };
 use kvist_telemetry::now_unix_nanos;
 use tokio::{
@@ -21,7 +18,7 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::Status;
 
-use crate::{EngineHost, convert, host::History, worker::stopped};
+use crate::{Missing, SharedLedger, convert};
 
 /// Messages that wait for the transport.
 const CHANNEL_MESSAGES: usize = 16;
@@ -30,9 +27,9 @@ const CONCURRENT_SNAPSHOTS: usize = 4;
 
 type Sender = mpsc::Sender<Result<WatchKvEventsResponse, Status>>;
 
-/// What serves all readers.
+/// Serves `WatchKvEvents` to all readers.
 #[derive(Debug)]
-pub(crate) struct KvEvents {
+pub struct HistoryServer {
     snapshots: Arc<Semaphore>,
     readers: TaskTracker,
     digest_interval: Duration,
@@ -44,9 +41,7 @@ struct Gone;
 
 /// One rank for one reader.
 struct Reader {
-    host: EngineHost,
-    rank: u32,
-    source: SourceId,
+    ledger: Arc<SharedLedger>,
     snapshots: Arc<Semaphore>,
     sender: Sender,
     /// Sequence of the last batch that was sent.
@@ -55,9 +50,10 @@ struct Reader {
     needs_snapshot: bool,
 }
 
-impl KvEvents {
+impl HistoryServer {
     /// Serves readers until told to stop, which ends each with an error.
-    pub(crate) fn new(digest_interval: Duration, stopping: CancellationToken) -> Self {
+    #[must_use]
+    pub fn new(digest_interval: Duration, stopping: CancellationToken) -> Self {
         Self {
             snapshots: Arc::new(Semaphore::new(CONCURRENT_SNAPSHOTS)),
             readers: TaskTracker::new(),
@@ -66,42 +62,46 @@ impl KvEvents {
         }
     }
 
-    /// Begins to serve a reader.
+    /// Begins to serve a reader; `ledgers` are those of an engine, one for each rank. Called within a runtime.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT` for a rank that the engine does not have.
-    pub(crate) fn watch(
+    pub fn watch(
         &self,
-        host: &EngineHost,
+        ledgers: &[Arc<SharedLedger>],
         request: &WatchKvEventsRequest,
     ) -> Result<mpsc::Receiver<Result<WatchKvEventsResponse, Status>>, KvistError> {
-        let ranks = if request.ranks.is_empty() { (0..host.ranks()).collect() } else { request.ranks.clone() };
+        let is_wanted =
+            |ledger: &&Arc<SharedLedger>| request.ranks.is_empty() || request.ranks.contains(&ledger.source().rank);
+        let exists = |rank: &u32| ledgers.iter().any(|ledger| ledger.source().rank == *rank);
+        if !request.ranks.iter().all(exists) {
+            return Err(KvistError::field(Code::InvalidArgument, "ranks", "the engine has no such rank"));
+        }
         let (sender, receiver) = mpsc::channel(CHANNEL_MESSAGES);
-        for rank in ranks {
-            let Some(source) = host.source(rank).cloned() else {
-                return Err(KvistError::field(Code::InvalidArgument, "ranks", "the engine has no such rank"));
-            };
-            let known = |resume: &&ResumePosition| resume.rank == rank && resume.incarnation == source.incarnation;
-            let resume = request.resume_after.iter().find(known);
+        for ledger in ledgers.iter().filter(is_wanted) {
+            let source = ledger.source();
+            let is_known =
+                |resume: &&ResumePosition| resume.rank == source.rank && resume.incarnation == source.incarnation;
+            let resume = request.resume_after.iter().find(is_known);
             let reader = Reader {
-                host: host.clone(),
-                rank,
+                ledger: Arc::clone(ledger),
                 applied: resume.and_then(|resume| resume.sequence),
                 needs_snapshot: resume.is_none(),
-                source,
                 snapshots: Arc::clone(&self.snapshots),
                 sender: sender.clone(),
             };
             let digest_interval = request.follow.then_some(self.digest_interval);
-            let (sender, stopping) = (sender.clone(), self.stopping.clone());
+            let (sender, stopping, ledger) = (sender.clone(), self.stopping.clone(), Arc::clone(ledger));
             self.readers.spawn(async move {
-                tokio::select! {
+                let ending = tokio::select! {
                     // A reader that has gone needs nothing more.
-                    _ = reader.serve(digest_interval) => {}
-                    () = stopping.cancelled() => {
-                        let _ = sender.send(Err(stopped().into())).await;
+                    _ = reader.serve(digest_interval) => return,
+                    () = stopping.cancelled() => KvistError::new(Code::Draining, "the process is being stopped"),
+                    () = ledger.closed().cancelled() => {
+                        KvistError::new(Code::EngineUnavailable, "the engine was started again; ask anew")
                     }
-                }
+                };
+                let _ = sender.send(Err(ending.into())).await;
             });
         }
         Ok(receiver)
@@ -110,11 +110,11 @@ impl KvEvents {
 
 impl Reader {
     async fn serve(mut self, digest_interval: Option<Duration>) -> Result<(), Gone> {
-        let Some(mut moved_on) = self.host.watch_ledger(self.rank) else { return Ok(()) };
+        let mut moved_on = self.ledger.watch();
         moved_on.mark_unchanged();
         let digest = self.send_missing().await?;
         self.send_digest(&digest).await?;
-        let caught_up = CaughtUp { source: Some(self.source.clone()), next_sequence: digest.next_sequence };
+        let caught_up = CaughtUp { source: Some(self.ledger.source().clone()), next_sequence: digest.next_sequence };
         self.send(Part::CaughtUp(caught_up)).await?;
         let Some(digest_interval) = digest_interval else { return Ok(()) };
         let mut ticks = tokio::time::interval_at(Instant::now() + digest_interval, digest_interval);
@@ -130,7 +130,9 @@ impl Reader {
                 _ = ticks.tick() => {
                     // Read together with what it covers, so that it covers exactly what was sent.
                     let digest = self.send_missing().await?;
-                    self.send_digest(&digest).await?;
+                    if self.ledger.is_in_touch() {
+                        self.send_digest(&digest).await?;
+                    }
                 }
                 () = self.sender.closed() => return Err(Gone),
             }
@@ -139,23 +141,23 @@ impl Reader {
 
     /// Sends what the reader has not seen; returns the account that covers all that was sent.
     async fn send_missing(&mut self) -> Result<LedgerDigest, Gone> {
-        let read = |needs_snapshot| self.host.read_ledger(self.rank, self.applied, needs_snapshot).ok_or(Gone);
-        let (mut history, mut digest) = read(self.needs_snapshot)?;
+        let source = self.ledger.source().clone();
+        let (mut missing, mut digest) = self.ledger.missing_after(self.applied, self.needs_snapshot);
         let mut permit = None;
-        if matches!(history, History::Snapshot(_)) {
+        if matches!(missing, Missing::Snapshot(_)) {
             // Read again when it is this reader's turn: waiting with a copy in hand is what the limit is for.
-            drop(history);
+            drop(missing);
             permit = Some(Arc::clone(&self.snapshots).acquire_owned().await.map_err(|_| Gone)?);
-            (history, digest) = read(self.needs_snapshot)?;
+            (missing, digest) = self.ledger.missing_after(self.applied, self.needs_snapshot);
         }
-        match history {
-            History::Range(batches) => {
+        match missing {
+            Missing::Batches(batches) => {
                 for batch in batches {
-                    self.send(Part::Batch(convert::batch(&self.source, &batch))).await?;
+                    self.send(Part::Batch(convert::batch_to(&source, &batch))).await?;
                 }
             }
-            History::Snapshot(snapshot) => {
-                for chunk in convert::snapshot(&self.source, &snapshot) {
+            Missing::Snapshot(snapshot) => {
+                for chunk in convert::snapshot_to(&source, &snapshot) {
                     self.send(Part::Snapshot(chunk)).await?;
                 }
             }
@@ -167,7 +169,7 @@ impl Reader {
     }
 
     async fn send_digest(&self, digest: &LedgerDigest) -> Result<(), Gone> {
-        self.send(Part::Digest(convert::digest(&self.source, digest, now_unix_nanos()))).await
+        self.send(Part::Digest(convert::digest_to(self.ledger.source(), digest, now_unix_nanos()))).await
     }
 
     async fn send(&self, part: Part) -> Result<(), Gone> {
