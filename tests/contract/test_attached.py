@@ -68,6 +68,7 @@ async def attaching(engine: FakeVllm, tmp_path: Path) -> AsyncIterator[Attaching
         replay_endpoint=engine.replay_endpoint,
         block_size_tokens=32,
         idle_interval_seconds=0.05,
+        hash_algorithm="sha256_cbor",
     )
     engines = AttachedEngines([settings], folder=tmp_path, node_uid="node-1", registry=registry)
     slots = SimpleNamespace(statuses=list)
@@ -89,6 +90,7 @@ async def attaching(engine: FakeVllm, tmp_path: Path) -> AsyncIterator[Attaching
 
 
 async def test_before_its_engine_was_reached_it_is_not_spoken_of(attaching: Attaching, engine: FakeVllm) -> None:
+    """R26."""
     assert await attaching.stub.Audit(pb.AuditRequest()) == pb.AuditResponse(silent_worker_uids=[UID])
     with pytest.raises(KvistError) as unknown, rpc_errors():
         async for _ in attaching.watch():
@@ -106,6 +108,8 @@ async def test_its_history_is_served_as_a_worker_serves_its_own(attaching: Attac
         await engine.publish(payload)
     attaching.engines.enter_cluster(3)
     await attaching.until(lambda: attaching.engines.descriptions() and attaching.number(names.ATTACHED_BLOCKS) == 4)
+    await attaching.until(lambda: attaching.number(names.ATTACHED_HASH_CHECKS, outcome="verified") >= 4)
+    assert attaching.number(names.ATTACHED_HASH_CHECKS, outcome="mismatched") == 0
     whole = [part.response.WhichOneof("part") async for part in attaching.watch()]
     assert whole == ["snapshot", "digest", "caught_up"]
     [digest] = (await attaching.stub.Audit(pb.AuditRequest())).digests
@@ -139,6 +143,7 @@ async def test_its_history_is_served_as_a_worker_serves_its_own(attaching: Attac
 async def test_while_it_is_not_heard_its_account_is_not_said_to_be_whole(
     attaching: Attaching, engine: FakeVllm
 ) -> None:
+    """R27."""
     await engine.publish(recorded()[0])
     attaching.engines.enter_cluster(3)
     await attaching.until(lambda: attaching.engines.descriptions() and attaching.number(names.ATTACHED_IN_TOUCH) == 1)
@@ -152,6 +157,7 @@ async def test_while_it_is_not_heard_its_account_is_not_said_to_be_whole(
 async def test_what_is_no_statement_is_counted_by_reason_and_changes_nothing(
     attaching: Attaching, engine: FakeVllm
 ) -> None:
+    """R28: an event of another rank, and what is no event at all."""
     await engine.publish(recorded()[0])
     attaching.engines.enter_cluster(3)
     await attaching.until(lambda: attaching.engines.descriptions() and engine.subscribers)

@@ -110,6 +110,7 @@ impl Bootstraps {
         }
         let source = convert::source_to(&status.source, status.incarnation);
         let complete = status.state == SourceState::Exact;
+        let blocks = convert::runs_of_sets(blocks);
         let snapshot = kvist_ledger::Snapshot { next_sequence: status.next_sequence, blocks, complete };
         let chunks = convert::snapshot_to(&source, &snapshot);
         let parts = chunks.into_iter().map(|chunk| BootstrapResponse { part: Some(Part::Snapshot(chunk)) });

@@ -1,7 +1,7 @@
 //! Messages to the words of ledger and index, and back.
 
-use kvist_blocks::{Batch, BlockHash, Digest, Event, Incarnation, Rank, SourceKey, Tier, TierDigest};
-use kvist_history::convert::tier_digest_to;
+use kvist_blocks::{Batch, BlockHash, Digest, Event, Incarnation, Rank, Run, SourceKey, Tier, TierDigest};
+use kvist_history::convert::{self as history, tier_digest_to};
 pub use kvist_history::convert::{batch_to, digest_to, snapshot_to};
 use kvist_index::{SourceState, SourceStatus};
 use kvist_ledger::LedgerDigest;
@@ -95,17 +95,24 @@ pub fn digest_from(message: &v1::LedgerDigest) -> Result<LedgerDigest, EventsErr
 /// Adds the blocks of a chunk to what was collected of its snapshot.
 ///
 /// # Errors
-/// A tier is not known.
-pub fn collect_chunk(chunk: &SnapshotChunk, blocks: &mut Vec<(Tier, Vec<BlockHash>)>) -> Result<(), EventsError> {
-    for part in &chunk.blocks {
-        let tier = tier_from(part.tier)?;
-        let hashes = part.block_hashes.iter().copied().map(BlockHash);
-        match blocks.iter_mut().find(|(collected, _)| *collected == tier) {
-            Some((_, collected)) => collected.extend(hashes),
-            None => blocks.push((tier, hashes.collect())),
-        }
-    }
-    Ok(())
+/// A tier is not known, or the runs do not divide their blocks.
+pub fn collect_chunk(chunk: &SnapshotChunk, blocks: &mut Vec<(Tier, Vec<Run>)>) -> Result<(), EventsError> {
+    history::collect_chunk(chunk, blocks).map_err(|wrong| EventsError::Malformed(wrong.reason()))
+}
+
+/// Blocks as the index takes them: as sets, without what follows what.
+#[must_use]
+pub fn flat(blocks: &[(Tier, Vec<Run>)]) -> Vec<(Tier, Vec<BlockHash>)> {
+    blocks
+        .iter()
+        .map(|(tier, runs)| (*tier, runs.iter().flat_map(|run| run.hashes.iter().copied()).collect()))
+        .collect()
+}
+
+/// Blocks of the index as runs: it does not say what follows what.
+pub(crate) fn runs_of_sets(blocks: Vec<(Tier, Vec<BlockHash>)>) -> Vec<(Tier, Vec<Run>)> {
+    let run = |hash| Run { parent: None, hashes: vec![hash] };
+    blocks.into_iter().map(|(tier, hashes)| (tier, hashes.into_iter().map(run).collect())).collect()
 }
 
 /// A state as a message says it.
@@ -139,8 +146,6 @@ pub fn status_to(status: &SourceStatus) -> router::v1::SourceStatus {
 
 #[cfg(test)]
 mod tests {
-    use kvist_history::convert::SNAPSHOT_CHUNK_BLOCKS;
-    use kvist_ledger::Snapshot;
     use proptest::prelude::*;
 
     use super::*;
@@ -177,28 +182,6 @@ mod tests {
             let batch = Batch { sequence, recorded_at_unix_nanos, events };
             let source = SourceId { worker_uid: "w".to_owned(), rank: 1, incarnation: 2 };
             prop_assert_eq!(&batch, &batch_from(&batch_to(&source, &batch)).unwrap());
-        }
-
-        #[test]
-        fn a_snapshot_survives_the_way_in_chunks(counts in prop::collection::vec(0..20_000u64, 4)) {
-            let source = SourceId { worker_uid: "w".to_owned(), rank: 1, incarnation: 2 };
-            let blocks: Vec<_> = Tier::ALL
-                .into_iter()
-                .zip(counts)
-                .filter(|(_, count)| *count > 0)
-                .map(|(tier, count)| (tier, (0..count).map(BlockHash).collect::<Vec<_>>()))
-                .collect();
-            let snapshot = Snapshot { next_sequence: 7, blocks, complete: true };
-            let chunks = snapshot_to(&source, &snapshot);
-            let mut collected = Vec::new();
-            for (position, chunk) in chunks.iter().enumerate() {
-                prop_assert_eq!(position == 0, chunk.first);
-                prop_assert_eq!(position + 1 == chunks.len(), chunk.last);
-                let size: usize = chunk.blocks.iter().map(|part| part.block_hashes.len()).sum();
-                prop_assert!(size <= SNAPSHOT_CHUNK_BLOCKS);
-                collect_chunk(chunk, &mut collected).unwrap();
-            }
-            prop_assert_eq!(snapshot.blocks, collected);
         }
     }
 

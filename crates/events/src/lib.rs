@@ -30,7 +30,7 @@ mod worker_channel;
 
 pub use attached::{
     AttachSettings, AttachedEngine, AttachedEngineStats, AttachedEngines, AttachedRankStats, AttachedSettings,
-    MediumMeaning,
+    HashAlgorithmName, MediumMeaning,
 };
 pub use bootstrap::{BootstrapAnswer, Bootstraps, SharedParts};
 pub use bus::BusSettings;

@@ -10,13 +10,14 @@ use std::{
     time::Duration,
 };
 
-use kvist_blocks::{Batch, BlockHash, Incarnation, Rank, SourceKey, Tier, WorkerUid};
+use kvist_blocks::{Batch, Incarnation, Rank, Run, SourceKey, Tier, WorkerUid};
 use kvist_index::{Applied, DigestVerdict, Index};
 use kvist_ledger::LedgerDigest;
 use kvist_proto::controller::v1::ClusterState;
 use rand::{Rng as _, rngs::SmallRng};
 
 use crate::{
+    convert::flat,
     refusals::{Refusal, RefusalCounts, Refusals},
     worker_channel::retry_delay,
 };
@@ -116,7 +117,7 @@ pub(crate) struct History {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HistorySnapshot {
     pub(crate) next_sequence: u64,
-    pub(crate) blocks: Vec<(Tier, Vec<BlockHash>)>,
+    pub(crate) blocks: Vec<(Tier, Vec<Run>)>,
     pub(crate) complete: bool,
 }
 
@@ -394,7 +395,7 @@ impl Tracker {
                 key,
                 incarnation,
                 snapshot.next_sequence,
-                &snapshot.blocks,
+                &flat(&snapshot.blocks),
                 snapshot.complete,
                 now.unix_nanos,
             );

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use kvist_blocks::BlockHash;
 use kvist_index::{IndexSettings, SourceState};
 use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerSettings, StoredBlocks};
 use proptest::prelude::*;
@@ -105,7 +106,7 @@ impl World {
     fn record(&mut self, worker: usize) {
         let process = &self.processes[worker];
         let snapshot = process.ledger.snapshot();
-        let blocks = snapshot.blocks.iter().flat_map(|(_, hashes)| hashes.iter().map(|hash| hash.0)).collect();
+        let blocks = snapshot.sets().iter().flat_map(|(_, hashes)| hashes.iter().map(|hash| hash.0)).collect();
         self.truth.insert((worker, process.incarnation, snapshot.next_sequence), blocks);
     }
 

@@ -9,6 +9,7 @@ use crate::{
     BlockKey, BlockKeys, DescribedBlocks, EngineEvent, EngineHash, Place, RangeLost, StoredBlocks,
     hint::Hints,
     ring::Ring,
+    runs::runs,
     tier::{Content, Taken, TierAccount},
 };
 
@@ -106,10 +107,20 @@ impl AddAssign for LedgerCounters {
 pub struct Snapshot {
     /// The sequence the batch after it will carry.
     pub next_sequence: u64,
-    /// Blocks by tier; tiers without blocks are left out.
-    pub blocks: Vec<(Tier, Vec<BlockHash>)>,
+    /// Blocks by tier, as runs, a block after the one that it follows wherever that is held too; tiers without blocks are
+    /// left out.
+    pub blocks: Vec<(Tier, Vec<kvist_blocks::Run>)>,
     /// Whether the engine's history was seen without a hole.
     pub complete: bool,
+}
+
+impl Snapshot {
+    /// The blocks by tier, without what follows what.
+    #[must_use]
+    pub fn sets(&self) -> Vec<(Tier, Vec<BlockHash>)> {
+        let hashes = |runs: &[kvist_blocks::Run]| runs.iter().flat_map(|run| run.hashes.iter().copied()).collect();
+        self.blocks.iter().map(|(tier, runs)| (*tier, hashes(runs))).collect()
+    }
 }
 
 /// The account in a few bytes, at a position.
@@ -169,6 +180,7 @@ pub struct Ledger {
     vouched: HashMap<BlockHash, EngineHash>,
     is_vouch_broken: bool,
     counters: LedgerCounters,
+    ended_claims: u64,
 }
 
 impl Ledger {
@@ -188,6 +200,7 @@ impl Ledger {
             vouched: HashMap::new(),
             is_vouch_broken: false,
             counters: LedgerCounters::default(),
+            ended_claims: 0,
         }
     }
 
@@ -222,6 +235,7 @@ impl Ledger {
         if visible.is_empty() {
             return None;
         }
+        self.ended_claims += visible.iter().filter(|event| !matches!(event, Event::Stored { .. })).count() as u64;
         let batch =
             Arc::new(Batch { sequence: self.next_sequence, recorded_at_unix_nanos: now_unix_nanos, events: visible });
         self.next_sequence += 1;
@@ -282,13 +296,13 @@ impl Ledger {
         self.next_sequence
     }
 
-    /// All blocks.
+    /// All blocks, and what follows what.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         let blocks = Tier::ALL
             .into_iter()
-            .map(|tier| (tier, self.tiers[tier.position()].blocks()))
-            .filter(|(_, hashes)| !hashes.is_empty())
+            .map(|tier| (tier, runs(self.tiers[tier.position()].blocks())))
+            .filter(|(_, runs)| !runs.is_empty())
             .collect();
         Snapshot { next_sequence: self.next_sequence, blocks, complete: self.is_complete() }
     }
@@ -334,6 +348,12 @@ impl Ledger {
     #[must_use]
     pub fn block_count(&self) -> u64 {
         self.tiers.iter().map(|account| account.block_count).sum()
+    }
+
+    /// Removals and clears that ended claims. While the number stands still, every claim that was made still holds.
+    #[must_use]
+    pub fn ended_claims(&self) -> u64 {
+        self.ended_claims
     }
 
     /// What went wrong since the start.
@@ -405,6 +425,7 @@ impl Ledger {
         let mut conflict = None;
         let mut learned = Vec::new();
         for (number, (engine_hash, content)) in run.hashes.iter().zip(contents).enumerate() {
+            let before = previous.filter(|_| is_run).or_else(|| self.known_parent(&content));
             let account = &mut self.tiers[tier.position()];
             let repeats = may_repeat && counts && account.groups[position].held.contains_key(engine_hash);
             self.counters.repeated_blocks += u64::from(repeats);
@@ -420,7 +441,7 @@ impl Ledger {
             } else if self.unrecognised > 0 {
                 learned.push((*engine_hash, content.clone()));
             }
-            let taken = account.take(position, *engine_hash, content, counts && !repeats, |block, is_new| {
+            let taken = account.take(position, *engine_hash, content, counts && !repeats, before, |block, is_new| {
                 if !is_new || !is_run {
                     runs.close();
                 }
@@ -535,8 +556,15 @@ impl Ledger {
             .or_else(|| self.hints.content(engine_hash)?.last())
     }
 
+    /// The block before one of the engine's, from any place that knows it.
+    fn known_parent(&self, content: &Content) -> Option<BlockHash> {
+        let first = *content.blocks().first()?;
+        self.tiers.iter().find_map(|account| account.parent(first))
+    }
+
     /// Tells places what a block is that they named before it was described.
     fn recognise(&mut self, described_in: u32, engine_hash: EngineHash, content: &Content, visible: &mut Vec<Event>) {
+        let parent = self.known_parent(content);
         for (tier, account) in Tier::ALL.into_iter().zip(&mut self.tiers) {
             for position in 0..account.groups.len() {
                 let group = &account.groups[position];
@@ -549,7 +577,7 @@ impl Ledger {
                 if !is_meant {
                     continue;
                 }
-                let taken = account.take(position, engine_hash, content.clone(), false, |block, is_new| {
+                let taken = account.take(position, engine_hash, content.clone(), false, parent, |block, is_new| {
                     if is_new {
                         visible.push(Event::Stored { tier, parent: None, hashes: vec![block] });
                     }

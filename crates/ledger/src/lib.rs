@@ -9,6 +9,7 @@ mod account;
 mod event;
 mod hint;
 mod ring;
+mod runs;
 mod tier;
 pub mod vllm;
 

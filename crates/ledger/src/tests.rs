@@ -184,7 +184,7 @@ proptest! {
                 .map(|(tier, _, prefix)| (*tier, *block_hashes(root(), prefix, BLOCK).last().unwrap()))
                 .collect();
             let held = |snapshot: Snapshot| -> BTreeSet<(Tier, BlockHash)> {
-                let tiers = snapshot.blocks.into_iter();
+                let tiers = snapshot.sets().into_iter();
                 tiers.flat_map(|(tier, hashes)| hashes.into_iter().map(move |hash| (tier, hash))).collect()
             };
             prop_assert_eq!(&expected, &held(ledger.snapshot()));
@@ -226,10 +226,10 @@ fn one_hash_for_two_contents_claims_neither() {
     };
     ledger.apply(0, &[EngineEvent::Stored(event.clone())]);
     let first = block_hashes(root(), &[5, 5], BLOCK);
-    assert_eq!(vec![(Tier::Device, first.clone())], ledger.snapshot().blocks);
+    assert_eq!(vec![(Tier::Device, first.clone())], ledger.snapshot().sets());
     assert_eq!((2, false), (ledger.counters().conflicting_hashes, ledger.digest().complete));
     ledger.apply(0, &[removed(&[1, 2], Tier::Device), removed(&[1, 2], Tier::Device)]);
-    assert_eq!(vec![(Tier::Device, first)], ledger.snapshot().blocks);
+    assert_eq!(vec![(Tier::Device, first)], ledger.snapshot().sets());
     event.hashes.truncate(2);
     ledger.apply(0, &[EngineEvent::Stored(event)]);
     assert_eq!(1, ledger.counters().malformed_events);

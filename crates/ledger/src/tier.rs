@@ -53,8 +53,16 @@ pub(crate) struct Held {
 pub(crate) struct Group {
     pub(crate) number: u32,
     pub(crate) held: HashMap<EngineHash, Held>,
-    /// Copies over all engine hashes; several may stand for one block.
-    copies: HashMap<BlockHash, u32>,
+    /// Over all engine hashes; several may stand for one block.
+    copies: HashMap<BlockHash, Copies>,
+}
+
+/// How many times one of Kvist's blocks is there.
+#[derive(Debug, Default)]
+struct Copies {
+    count: u32,
+    /// The block before it; none when it starts a prompt, or nobody knows.
+    parent: Option<BlockHash>,
 }
 
 /// One tier. A block counts as held when every group that uses the tier holds it: a hit ends at the shortest group.
@@ -95,19 +103,26 @@ impl TierAccount {
         !self.groups.is_empty() && self.groups.iter().all(|group| group.copies.contains_key(&block))
     }
 
-    /// All blocks.
-    pub(crate) fn blocks(&self) -> Vec<BlockHash> {
+    /// All blocks, each with the block before it as far as a group knows it.
+    pub(crate) fn blocks(&self) -> Vec<(BlockHash, Option<BlockHash>)> {
         let Some(smallest) = self.groups.iter().min_by_key(|group| group.copies.len()) else { return Vec::new() };
-        smallest.copies.keys().copied().filter(|block| self.contains(*block)).collect()
+        let held = smallest.copies.keys().copied().filter(|block| self.contains(*block));
+        held.map(|block| (block, self.parent(block))).collect()
     }
 
-    /// Takes a block in. `changed` is told, in order, of each of Kvist's blocks and whether it is held from here on.
+    /// The block before one, as far as a group knows it.
+    pub(crate) fn parent(&self, block: BlockHash) -> Option<BlockHash> {
+        self.groups.iter().find_map(|group| group.copies.get(&block)?.parent)
+    }
+
+    /// Takes a block in. `parent` is the block before it, if that is known. `changed` is told, in order, of each of Kvist's blocks and whether it is held from here on.
     pub(crate) fn take(
         &mut self,
         group: usize,
         engine_hash: EngineHash,
         content: Content,
         adds_copy: bool,
+        parent: Option<BlockHash>,
         mut changed: impl FnMut(BlockHash, bool),
     ) -> Taken {
         let mut added = 1;
@@ -136,11 +151,14 @@ impl TierAccount {
             }
         };
         self.is_used = true;
+        let mut parent = parent;
         for block in blocks.blocks() {
-            let copies = self.groups[group].copies.entry(*block).or_insert(0);
-            let was_absent = *copies == 0;
-            *copies = copies.saturating_add(added);
-            if *copies == 0 {
+            let copies = self.groups[group].copies.entry(*block).or_default();
+            let was_absent = copies.count == 0;
+            copies.count = copies.count.saturating_add(added);
+            copies.parent = copies.parent.or(parent);
+            parent = Some(*block);
+            if copies.count == 0 {
                 self.groups[group].copies.remove(block);
                 continue;
             }
@@ -171,8 +189,8 @@ impl TierAccount {
         for block in content.blocks() {
             let is_held = self.contains(*block);
             let Entry::Occupied(mut entry) = self.groups[group].copies.entry(*block) else { continue };
-            *entry.get_mut() = entry.get().saturating_sub(copies);
-            if *entry.get() > 0 {
+            entry.get_mut().count = entry.get().count.saturating_sub(copies);
+            if entry.get().count > 0 {
                 continue;
             }
             entry.remove();

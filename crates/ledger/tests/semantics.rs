@@ -96,7 +96,7 @@ fn a_block_follows_its_parent_wherever_that_lies() {
             engine.says(&[stored(&[2], Some(1), &[2, 2], 2)]);
             let blocks = block_hashes(plain(), &[1, 1, 2, 2], UNIT);
             let expected = vec![(Tier::Device, vec![blocks[1]]), (Tier::Host, vec![blocks[0]])];
-            assert_eq!((expected, true), (engine.ledger.snapshot().blocks, engine.ledger.is_complete()));
+            assert_eq!((expected, true), (engine.ledger.snapshot().sets(), engine.ledger.is_complete()));
         },
     );
 }
@@ -137,7 +137,7 @@ fn a_placeholder_moves_a_known_block_and_waits_for_an_unknown_one() {
             engine.says(&[stored(&[1], None, &[1, 1], 2), placeholder(1), placeholder(2)]);
             let blocks = block_hashes(plain(), &[1, 1, 2, 2], UNIT);
             let expected = vec![(Tier::Device, vec![blocks[0]]), (Tier::Host, vec![blocks[0]])];
-            assert_eq!((expected, false), (engine.ledger.snapshot().blocks, engine.ledger.is_complete()));
+            assert_eq!((expected, false), (engine.ledger.snapshot().sets(), engine.ledger.is_complete()));
             assert_eq!(1, engine.ledger.counters().unknown_contents);
             engine.says(&[stored(&[2], Some(1), &[2, 2], 2), removed(&[1], "GPU", 0)]);
             assert_eq!(3, engine.ledger.block_count());
@@ -186,7 +186,7 @@ fn a_group_that_speaks_before_its_blocks_are_described_is_understood_afterwards(
             engine.says(&[early, stored(&[1, 2], None, &tokens, 2)]);
             assert_eq!((1, 1, true), state(engine, |counters| counters.unknown_contents));
             let blocks = block_hashes(plain(), &tokens, UNIT);
-            assert_eq!(vec![(Tier::Device, vec![blocks[1]])], engine.ledger.snapshot().blocks);
+            assert_eq!(vec![(Tier::Device, vec![blocks[1]])], engine.ledger.snapshot().sets());
         },
     );
 }
@@ -254,7 +254,7 @@ fn an_image_taints_the_same_block_whatever_the_size_of_the_engines_blocks() {
     let blocks = [small, large].map(|event| {
         let mut engine = Engine::new(WIRES[0], |_| {});
         engine.says(&[event]);
-        let mut blocks = engine.ledger.snapshot().blocks.remove(0).1;
+        let mut blocks = engine.ledger.snapshot().sets().remove(0).1;
         blocks.sort();
         blocks
     });

@@ -6,8 +6,8 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use kvist_blocks::{BlockHash, Incarnation, Rank, SourceKey, Tier, WorkerUid};
-use kvist_events::convert::{batch_from, collect_chunk, digest_from, source_from};
+use kvist_blocks::{Incarnation, Rank, Run, SourceKey, Tier, WorkerUid};
+use kvist_events::convert::{batch_from, collect_chunk, digest_from, flat, source_from};
 use kvist_index::{Applied, DigestVerdict, Index};
 use kvist_link::WorkerLink;
 use kvist_proto::{
@@ -112,7 +112,7 @@ impl Follower {
     async fn follow(&self) -> Option<()> {
         let request = WatchKvEventsRequest { resume_after: self.positions(), follow: true, ranks: Vec::new() };
         let mut stream = self.link.client().watch_kv_events(request).await.ok()?.into_inner();
-        let mut snapshots: HashMap<SourceKey, Vec<(Tier, Vec<BlockHash>)>> = HashMap::new();
+        let mut snapshots: HashMap<SourceKey, Vec<(Tier, Vec<Run>)>> = HashMap::new();
         loop {
             let message = tokio::time::timeout(SILENCE, stream.message()).await.ok()?.ok()??;
             let now = now_unix_nanos();
@@ -127,7 +127,7 @@ impl Follower {
                     if chunk.last {
                         let blocks = snapshots.remove(&key).unwrap_or_default();
                         let (next, complete) = (chunk.next_sequence, chunk.complete);
-                        self.index.apply_snapshot(&key, self.incarnation, next, &blocks, complete, now);
+                        self.index.apply_snapshot(&key, self.incarnation, next, &flat(&blocks), complete, now);
                     }
                 }
                 Part::Batch(batch) => {

@@ -38,7 +38,7 @@ use tonic::Status;
 
 use self::floor::IncarnationFloor;
 pub use self::{
-    settings::{AttachSettings, MediumMeaning},
+    settings::{AttachSettings, HashAlgorithmName, MediumMeaning},
     stats::{AttachedEngineStats, AttachedRankStats},
 };
 use crate::{EventsError, VllmReader, VllmSaid};
@@ -238,6 +238,7 @@ struct AttachedRank {
     foreign_batches: AtomicU64,
     foreign_log: Rarely,
     refused_log: Rarely,
+    mismatch_log: Rarely,
     reader: Mutex<crate::VllmReaderStats>,
 }
 
@@ -259,6 +260,7 @@ impl AttachedRank {
             foreign_batches: AtomicU64::new(0),
             foreign_log: Rarely::every(LOG_INTERVAL),
             refused_log: Rarely::every(LOG_INTERVAL),
+            mismatch_log: Rarely::every(LOG_INTERVAL),
             reader: Mutex::default(),
         }
     }
@@ -327,6 +329,14 @@ impl AttachedRank {
             let ledger = self.ledger();
             let SourceId { worker_uid, rank, .. } = ledger.source();
             tracing::warn!(worker = worker_uid, rank, refused, times, "attached_statements_refused");
+        }
+        let mismatched = stats.batches.mismatched_hashes - before.batches.mismatched_hashes;
+        if mismatched > 0
+            && let Some(times) = self.mismatch_log.due()
+        {
+            let ledger = self.ledger();
+            let SourceId { worker_uid, rank, .. } = ledger.source();
+            tracing::warn!(worker = worker_uid, rank, mismatched, times, "attached_hashes_are_others");
         }
     }
 }

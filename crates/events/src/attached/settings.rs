@@ -6,7 +6,7 @@ use std::{
 };
 
 use kvist_blocks::{HashSeed, Tier};
-use kvist_ledger::vllm::{Medium, VllmSettings};
+use kvist_ledger::vllm::{HashAlgorithm, HashScheme, Medium, VllmSettings};
 use serde::Deserialize;
 
 use crate::{EventsError, VllmReaderSettings, subject::check_token};
@@ -43,6 +43,34 @@ impl MediumMeaning {
     }
 }
 
+/// How an engine was told to name its blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HashAlgorithmName {
+    /// Nobody says.
+    #[default]
+    #[serde(rename = "")]
+    Unstated,
+    /// SHA-256 of a pickle.
+    Sha256,
+    /// SHA-256 of CBOR.
+    Sha256Cbor,
+    /// Not reproducible: its seed is random.
+    Xxhash,
+    /// Likewise.
+    XxhashCbor,
+}
+
+impl HashAlgorithmName {
+    fn reproducible(self) -> Option<HashAlgorithm> {
+        match self {
+            Self::Sha256 => Some(HashAlgorithm::Sha256),
+            Self::Sha256Cbor => Some(HashAlgorithm::Sha256Cbor),
+            Self::Unstated | Self::Xxhash | Self::XxhashCbor => None,
+        }
+    }
+}
+
 /// One engine that Kvist did not start.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -71,6 +99,12 @@ pub struct AttachSettings {
     pub first_rank: u32,
     /// Tokens a block of the ledger: the engine's block, or a part of it.
     pub block_size_tokens: u32,
+    /// `--prefix-caching-hash-algo` of the engine.
+    #[serde(default)]
+    pub hash_algorithm: HashAlgorithmName,
+    /// The engine's `PYTHONHASHSEED`; none when it has none.
+    #[serde(default)]
+    pub python_hash_seed: Option<String>,
     /// Vouches that nobody sends it salts, images or embeddings; for engines that do not state them.
     #[serde(default)]
     pub plain_requests_only: bool,
@@ -154,6 +188,8 @@ impl AttachSettings {
         engine.media.extend(self.media.iter().map(|(name, meaning)| (name.to_lowercase(), meaning.medium())));
         engine.has_plain_requests_only = self.plain_requests_only;
         engine.may_repeat = self.may_repeat;
+        let scheme = |algorithm| HashScheme { algorithm, seed: self.python_hash_seed.clone() };
+        engine.hashes = self.hash_algorithm.reproducible().map(scheme);
         let mut settings = VllmReaderSettings::new(events, replay, engine);
         settings.topic.clone_from(&self.topic);
         settings.idle_interval = Duration::from_millis(self.idle_interval_ms);
@@ -199,11 +235,15 @@ mod tests {
 
     #[test]
     fn ranks_have_ports_that_follow_each_other() {
-        let settings = settings(r#"{"media": {"LMCache": "host", "gpu": "hint"}, "topic": "kv"}"#);
+        let settings = settings(
+            r#"{"media": {"LMCache": "host", "gpu": "hint"}, "topic": "kv", "hash_algorithm": "sha256", "python_hash_seed": "0"}"#,
+        );
         settings.check().unwrap();
         let reader = settings.reader(1, HashSeed(7)).unwrap();
         assert_eq!(("tcp://h:5558", "tcp://[::1]:5658"), (&*reader.endpoint, &*reader.replay_endpoint));
         assert_eq!(("kv", "m"), (&*reader.topic, &*reader.engine.pool));
+        let scheme = HashScheme { algorithm: HashAlgorithm::Sha256, seed: Some("0".to_owned()) };
+        assert_eq!(Some(scheme), reader.engine.hashes);
         let media = &reader.engine.media;
         assert_eq!(Medium { tier: Tier::Host, is_hint: false }, media["lmcache"]);
         assert!(media["gpu"].is_hint && !media["cpu"].is_hint);

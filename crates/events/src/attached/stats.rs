@@ -39,6 +39,8 @@ pub struct AttachedRankStats {
     pub duplicate_batches: u64,
     /// Events that were understood.
     pub events: u64,
+    /// Hashes of blocks that were recomputed, by outcome: `verified`, `mismatched`.
+    pub hash_checks: BTreeMap<&'static str, u64>,
     /// Messages, batches and events that were refused, by reason.
     pub refused: BTreeMap<&'static str, u64>,
     /// Gaps in the engine's numbers.
@@ -82,6 +84,11 @@ impl AttachedRank {
             batches: [("live", stream.live_batches), ("replayed", stream.replayed_batches)].into(),
             duplicate_batches: stream.duplicate_batches,
             events: reader.batches.events,
+            hash_checks: [
+                ("verified", reader.batches.verified_hashes),
+                ("mismatched", reader.batches.mismatched_hashes),
+            ]
+            .into(),
             refused,
             gaps: stream.gaps,
             losses: stream.losses,

@@ -9,12 +9,17 @@
 //! missing) describe blocks that tokens do not identify; see [`BlockKeys`].
 
 mod msgpack;
+mod verify;
 
 use std::{collections::HashMap, fmt::Write as _};
 
 use kvist_blocks::{BlockHash, HashSeed, Namespace, Tier};
 
-use self::msgpack::Reader;
+pub use self::verify::{HashAlgorithm, HashScheme};
+use self::{
+    msgpack::Reader,
+    verify::{HashVerifier, StatedRun},
+};
 use crate::{BlockKey, BlockKeys, DescribedBlocks, EngineEvent, EngineHash, Place};
 
 /// Fields of a `BlockStored` in the order of the array form.
@@ -111,6 +116,8 @@ pub struct VllmSettings {
     /// Whether requests may ask the engine to report what it holds already (`kv_cache_report_mode`). To be said only
     /// where none can: a report that is taken for a copy makes claims outlive their blocks.
     pub may_repeat: bool,
+    /// How it names its blocks, where that is known and reproducible: then a sample of its hashes is recomputed.
+    pub hashes: Option<HashScheme>,
     /// Most bytes of a batch.
     pub most_batch_bytes: usize,
     /// Most events of a batch.
@@ -130,6 +137,7 @@ impl VllmSettings {
             media: media.into_iter().map(|(name, tier)| (name.to_owned(), claim(tier))).collect(),
             has_plain_requests_only: false,
             may_repeat: true,
+            hashes: None,
             most_batch_bytes: 16 << 20,
             most_batch_events: 1 << 16,
         }
@@ -152,6 +160,10 @@ pub struct VllmCounters {
     pub batches: u64,
     /// Events that were understood.
     pub events: u64,
+    /// Hashes of blocks that were recomputed and are the engine's.
+    pub verified_hashes: u64,
+    /// Hashes that are not: the engine hashes something that it does not state, or otherwise than its caller says.
+    pub mismatched_hashes: u64,
     refused: [u64; Refusal::ALL.len()],
 }
 
@@ -174,6 +186,7 @@ impl VllmCounters {
 pub struct VllmDecoder {
     settings: VllmSettings,
     counters: VllmCounters,
+    verifier: Option<HashVerifier>,
 }
 
 /// An event in either shape: the spans of its fields, in the order of the array form.
@@ -217,7 +230,8 @@ impl VllmDecoder {
     /// A decoder that has read nothing.
     #[must_use]
     pub fn new(settings: VllmSettings) -> Self {
-        Self { settings, counters: VllmCounters::default() }
+        let verifier = settings.hashes.as_ref().map(HashVerifier::new);
+        Self { settings, counters: VllmCounters::default(), verifier }
     }
 
     /// What was read since the start.
@@ -229,6 +243,9 @@ impl VllmDecoder {
     /// Reads a batch. One that cannot be read at all is a hole in the engine's stream, and comes out as that.
     pub fn decode(&mut self, payload: &[u8]) -> VllmBatch {
         self.counters.batches += 1;
+        if let Some(verifier) = &mut self.verifier {
+            verifier.next_batch();
+        }
         let mut batch = VllmBatch { rank: None, events: Vec::new() };
         if let Err(reason) = self.read_batch(payload, &mut batch) {
             self.counters.refused[reason as usize] += 1;
@@ -288,7 +305,7 @@ impl VllmDecoder {
         });
     }
 
-    fn stored(&self, bytes: &[u8]) -> Result<EngineEvent, Refusal> {
+    fn stored(&mut self, bytes: &[u8]) -> Result<EngineEvent, Refusal> {
         let fields = Fields::read(bytes, &STORED_FIELDS)?;
         let hashes = hashes(fields.required(0)?)?;
         let parent = fields.get(1).map(|mut reader| hash(&mut reader)).transpose()?;
@@ -307,6 +324,18 @@ impl VllmDecoder {
                 BlockKeys::Stated(block_keys(reader, hashes.len(), block_size_tokens, adapter, first_salt)?)
             }
         };
+        let is_plain = adapter.as_deref() == Some("")
+            && match &keys {
+                BlockKeys::Stated(keys) => keys.is_empty(),
+                BlockKeys::Vouched => true,
+                BlockKeys::Unstated => false,
+            };
+        if is_plain && let Some(verifier) = &mut self.verifier {
+            let run = StatedRun { hashes: &hashes, parent, tokens: &tokens, block_size_tokens, salt: &salt };
+            let checked = verifier.check(&run);
+            self.counters.verified_hashes += checked.verified;
+            self.counters.mismatched_hashes += checked.mismatched;
+        }
         let root = adapter.map(|adapter| self.root(&adapter, &salt));
         let may_repeat = self.settings.may_repeat;
         Ok(EngineEvent::Described(Box::new(DescribedBlocks {

@@ -56,6 +56,7 @@ ATTACHED_LOSSES: Final = "kvist_attached_losses_total"
 ATTACHED_RESTARTS: Final = "kvist_attached_restarts_total"
 ATTACHED_QUESTIONS: Final = "kvist_attached_questions_total"
 ATTACHED_FAILED_QUESTIONS: Final = "kvist_attached_failed_questions_total"
+ATTACHED_HASH_CHECKS: Final = "kvist_attached_hash_checks_total"
 ATTACHED_LEFT_OUT_BLOCKS: Final = "kvist_attached_left_out_blocks_total"
 
 # Index of a KV master; a router's has the same names.
@@ -83,6 +84,7 @@ LABEL_REASON: Final = "reason"
 LABEL_STATE: Final = "state"
 LABEL_WORKER: Final = "worker"
 LABEL_RANK: Final = "rank"
+LABEL_OUTCOME: Final = "outcome"
 LABEL_SOCKET: Final = "socket"
 
 # Attributes of spans: the stable names of the RPC conventions, and ours below `kvist.`.

@@ -34,6 +34,11 @@ class AttachSettings(Settings):
     """The number by which the engine calls the first of them."""
     block_size_tokens: int = Field(ge=1, le=65_536)
     """Tokens a block of its ledger: the hash unit of the model's pool. The engine's own block is a multiple of it."""
+    hash_algorithm: Literal["", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = ""
+    """Its `--prefix-caching-hash-algo`. A sample of its hashes is recomputed where they are reproducible: `sha256_cbor`
+    and, without salts, `sha256`. Nothing is checked when empty."""
+    python_hash_seed: str | None = None
+    """Its `PYTHONHASHSEED`, if it has one."""
     plain_requests_only: bool = False
     """Vouches that nobody sends it salts, images or embeddings. Only for versions that do not state them, whose blocks
     are left out otherwise."""

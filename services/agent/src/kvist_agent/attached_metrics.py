@@ -28,6 +28,7 @@ _COUNTERS: Final = (
 )
 _COUNTERS_BY_REASON: Final = (
     (names.ATTACHED_BATCHES, "Batches taken, by the socket they came from.", "batches", names.LABEL_SOCKET),
+    (names.ATTACHED_HASH_CHECKS, "Hashes of blocks that were recomputed.", "hash_checks", names.LABEL_OUTCOME),
     (names.ATTACHED_REFUSED, "Messages, batches and events refused.", "refused", names.LABEL_REASON),
     (names.ATTACHED_LEFT_OUT_BLOCKS, "Blocks left out of the ledger.", "left_out_blocks", names.LABEL_REASON),
 )

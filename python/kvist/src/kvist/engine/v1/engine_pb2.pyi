@@ -1770,25 +1770,61 @@ class SnapshotBlocks(_message.Message):
 
     TIER_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     tier: _events_pb2.Tier.ValueType
     """Which tier."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In no particular order."""
+        """In the order of `runs`; in no particular order without them."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotRun]:
+        """How `block_hashes` is divided, in order; their lengths add up to its length. Absent: nothing is known of what follows
+        what. A block comes after the one that it follows wherever that is in the snapshot.
+        """
 
     def __init__(
         self,
         *,
         tier: _events_pb2.Tier.ValueType = ...,
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        runs: _abc.Iterable[Global___SnapshotRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "runs", b"runs", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotBlocks: _TypeAlias = SnapshotBlocks  # noqa: Y015
+
+@_typing.final
+class SnapshotRun(_message.Message):
+    """Blocks of a snapshot of which each is the parent of the next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    parent_block_hash: _builtins.int
+    """The block before the first; absent when the first starts a prompt, or when nobody knows."""
+    blocks: _builtins.int
+    """How many of `block_hashes` it has, at least one."""
+    def __init__(
+        self,
+        *,
+        parent_block_hash: _builtins.int | None = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash", "blocks", b"blocks", "parent_block_hash", b"parent_block_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_block_hash: _TypeAlias = _typing.Literal["parent_block_hash"]  # noqa: Y015
+    _WhichOneofArgType__parent_block_hash: _TypeAlias = _typing.Literal["_parent_block_hash", b"_parent_block_hash"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_block_hash) -> _WhichOneofReturnType__parent_block_hash | None: ...
+
+Global___SnapshotRun: _TypeAlias = SnapshotRun  # noqa: Y015
 
 @_typing.final
 class CaughtUp(_message.Message):
