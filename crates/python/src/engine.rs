@@ -41,6 +41,8 @@ struct Description {
     #[serde(default)]
     ranks: u32,
     #[serde(default)]
+    claims_hold_for_all: bool,
+    #[serde(default)]
     capabilities: CapabilityNames,
     #[serde(default)]
     chat_template: String,
@@ -129,6 +131,7 @@ impl Engine for PythonEngine {
             kv_blocks: said.kv_blocks,
             block_size_tokens: said.block_size_tokens,
             ranks: said.ranks.max(1),
+            claims_hold_for_all: said.claims_hold_for_all,
             capabilities: Capabilities {
                 logprobs: can.logprobs,
                 json_schema: can.json_schema,

@@ -8,6 +8,7 @@ mod drain;
 mod engine;
 mod host;
 mod metrics;
+mod promise;
 mod server;
 mod service;
 mod settings;

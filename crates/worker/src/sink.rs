@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, Weak,
-        atomic::{AtomicI32, Ordering},
+        atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -15,7 +15,7 @@ use kvist_telemetry::names;
 use parking_lot::Mutex;
 use tracing::Span;
 
-use crate::{deadlines::DeadlineKey, worker::Worker};
+use crate::{deadlines::DeadlineKey, promise::Promise, worker::Worker};
 
 /// Who listens to a request.
 #[derive(Debug)]
@@ -43,6 +43,11 @@ pub(crate) struct Running {
     abort_reason: AtomicI32,
     deadline: Mutex<Option<DeadlineKey>>,
     traced: Mutex<Option<Traced>>,
+    /// Until the engine's first word, by when it has placed the request.
+    promise: Mutex<Option<Promise>>,
+    /// What the ledger promised all the while until then.
+    kept_promise_tokens: AtomicU64,
+    has_begun: AtomicBool,
 }
 
 impl Running {
@@ -55,6 +60,9 @@ impl Running {
             abort_reason: AtomicI32::new(0),
             deadline: Mutex::new(None),
             traced: Mutex::new(traced),
+            promise: Mutex::new(None),
+            kept_promise_tokens: AtomicU64::new(0),
+            has_begun: AtomicBool::new(false),
         }
     }
 
@@ -71,7 +79,22 @@ impl Running {
         self.abort_reason.load(Ordering::Relaxed) != 0
     }
 
+    pub(crate) fn set_promise(&self, promise: Option<Promise>) {
+        *self.promise.lock() = promise;
+    }
+
+    /// The engine speaks: it has placed the request.
+    fn begin(&self) {
+        if self.has_begun.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if let Some(tokens) = self.promise.lock().take().and_then(|promise| promise.undisturbed_tokens()) {
+            self.kept_promise_tokens.store(tokens, Ordering::Relaxed);
+        }
+    }
+
     fn delta(&self, delta: TokenDelta) {
+        self.begin();
         let overflow = match &*self.output.lock() {
             Some(Output::Link(output)) => {
                 output.delta(delta);
@@ -87,6 +110,7 @@ impl Running {
     }
 
     fn finished(&self, mut finished: Finished, prompt_logprobs: Vec<TokenLogprobs>) {
+        self.begin();
         let Some(output) = self.end() else { return };
         // A stop string that the router found is a regular end, however the engine was made to end.
         let is_stop_string = self.abort_reason.load(Ordering::Relaxed) == i32::from(AbortReason::StopString);
@@ -94,7 +118,7 @@ impl Running {
             finished.set_reason(FinishReason::Stop);
         }
         if let Some(worker) = self.worker.upgrade() {
-            worker.account(&mut finished);
+            worker.account(&mut finished, self.kept_promise_tokens.load(Ordering::Relaxed));
             if !prompt_logprobs.is_empty() {
                 finished.large_result = worker.link.put_result(&self.request_id, prompt_logprobs).is_ok();
             }

@@ -15,7 +15,7 @@ use kvist_proto::{
     engine::v1::{AbortReason, EngineRequest, Finished, WorkerDescription, engine_request::Prompt},
     events::v1::LoadReport,
 };
-use kvist_telemetry::names;
+use kvist_telemetry::{Rarely, names};
 use parking_lot::Mutex;
 use tokio::{sync::watch, time::Instant};
 use tracing::{Span, field::Empty};
@@ -24,8 +24,12 @@ use crate::{
     Engine, EngineHost, RequestSink, TokenizerFile, WorkerSettings,
     deadlines::Deadlines,
     metrics::WorkerMetrics,
+    promise::Promise,
     sink::{Output, Running},
 };
+
+/// Between two lines about claims that were false.
+const VIOLATION_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A worker, whether its engine is up or not.
 pub(crate) struct Worker {
@@ -34,6 +38,7 @@ pub(crate) struct Worker {
     pub(crate) link: Arc<LinkServer>,
     pub(crate) metrics: WorkerMetrics,
     pub(crate) deadlines: Deadlines,
+    violation_log: Rarely,
     up: OnceLock<Up>,
     running: Mutex<HashMap<Arc<str>, Arc<Running>>>,
     running_count: watch::Sender<usize>,
@@ -55,6 +60,8 @@ pub(crate) struct Up {
     pub(crate) description: WorkerDescription,
     pub(crate) tokenizer: Option<TokenizerFile>,
     pub(crate) host: EngineHost,
+    /// A request can use whatever blocks its rank holds.
+    pub(crate) claims_hold_for_all: bool,
 }
 
 impl Worker {
@@ -65,6 +72,7 @@ impl Worker {
             link: Arc::new(LinkServer::new(LinkServerSettings::default())),
             metrics: WorkerMetrics::new(),
             deadlines: Deadlines::default(),
+            violation_log: Rarely::every(VIOLATION_LOG_INTERVAL),
             up: OnceLock::new(),
             running: Mutex::default(),
             running_count: watch::Sender::new(0),
@@ -124,6 +132,11 @@ impl Worker {
                 running.set_deadline(self.deadlines.add(at, request_id));
             }
         }
+        if let Ok(up) = self.up()
+            && up.claims_hold_for_all
+        {
+            running.set_promise(Promise::of(&up.host, &request));
+        }
         self.engine.submit(request, RequestSink::new(Arc::clone(&running)));
         // Whoever failed what was running then may not have seen this one.
         if *self.has_failed.borrow() {
@@ -171,17 +184,21 @@ impl Worker {
         }
     }
 
-    /// Completes a receipt and holds it against the ledger's claim.
-    pub(crate) fn account(&self, finished: &mut Finished) {
+    /// Completes a receipt and holds it against the ledger: against what the engine says was claimed when it placed the
+    /// request, and against what was promised when it came and held until then.
+    pub(crate) fn account(&self, finished: &mut Finished, promised_tokens: u64) {
         let (Some(receipt), Ok(up)) = (&mut finished.receipt, self.up()) else { return };
         if receipt.block_size_tokens == 0 {
             receipt.block_size_tokens = up.description.block_size_tokens;
         }
         let claimed = u64::from(receipt.claimed_blocks.unwrap_or(0)) * u64::from(receipt.block_size_tokens);
         // A request that ended before its prompt was looked up has no cached tokens to show.
-        if u64::from(receipt.cached_tokens) < claimed && receipt.completion_tokens > 0 {
+        let claimed_tokens = claimed.max(promised_tokens);
+        if u64::from(receipt.cached_tokens) < claimed_tokens && receipt.completion_tokens > 0 {
             self.metrics.soundness_violations.inc();
-            tracing::error!(claimed_tokens = claimed, cached_tokens = receipt.cached_tokens, "ledger_claim_was_false");
+            if let Some(times) = self.violation_log.due() {
+                tracing::error!(claimed_tokens, cached_tokens = receipt.cached_tokens, times, "ledger_claim_was_false");
+            }
         }
     }
 

@@ -4,6 +4,7 @@
 use std::{sync::Arc, time::Duration};
 
 use kvist_errors::{Code, KvistError};
+use kvist_ledger::EngineHash;
 use kvist_link::{LinkSettings, LinkState, RequestEvent, WorkerLink};
 use kvist_proto::{
     engine::v1::{
@@ -31,7 +32,12 @@ impl Engine for Scripted {
         if let Some(loading) = self.loading.lock().take() {
             let _ = loading.blocking_recv();
         }
-        Ok(EngineDescription { block_size_tokens: 4, ranks: 2, ..EngineDescription::default() })
+        Ok(EngineDescription {
+            block_size_tokens: 4,
+            ranks: 2,
+            claims_hold_for_all: true,
+            ..EngineDescription::default()
+        })
     }
 
     fn start(&self, host: EngineHost) -> Result<(), KvistError> {
@@ -45,6 +51,18 @@ impl Engine for Scripted {
             "liar" => {
                 let receipt =
                     Receipt { cached_tokens: 3, claimed_blocks: Some(1), completion_tokens: 1, ..Receipt::default() };
+                sink.finished(end(FinishReason::Length, Some(receipt)));
+            }
+            "forgetful" | "evicting" | "honest" => {
+                let host = self.host.lock().clone().unwrap();
+                if request.request_id == "evicting" {
+                    host.removed(0, vec![EngineHash(2)]);
+                }
+                let cached_tokens = if request.request_id == "honest" { 8 } else { 0 };
+                sink.tokens(vec![7], vec![], Some(cached_tokens));
+                // What happens later says nothing about where the request began.
+                host.removed(0, vec![EngineHash(1)]);
+                let receipt = Receipt { cached_tokens, completion_tokens: 1, ..Receipt::default() };
                 sink.finished(end(FinishReason::Length, Some(receipt)));
             }
             "twice" => {
@@ -109,6 +127,28 @@ async fn false_claims_are_counted_and_exactly_one_end_gets_through() {
     let text = admin(&server, "/metrics").await;
     assert!(text.contains("kvist_ledger_soundness_violations_total 1"), "{text}");
     assert!(text.contains("kvist_worker_requests_total{outcome=\"ENGINE_FAILED\"} 1"), "{text}");
+    in_time(server.stop()).await;
+}
+
+/// R30.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_undisturbed_ledger_promised_is_held_against_the_receipt() {
+    let engine = Arc::new(Scripted::default());
+    let server = WorkerServer::start(WorkerSettings::default(), Arc::clone(&engine) as Arc<dyn Engine>).await.unwrap();
+    let link = connected(&server).await;
+    let host = engine.host.lock().clone().unwrap();
+    // Two whole blocks, and a last token that every engine computes: eight tokens are promised.
+    let prompt: Vec<u32> = (0..9).collect();
+    for (request_id, violations) in [("honest", 0), ("evicting", 0), ("forgetful", 1)] {
+        host.cleared(0);
+        host.stored(0, vec![EngineHash(1), EngineHash(2)], None, prompt[..8].to_vec(), host.root("", ""));
+        let tokens = Prompt::Tokens(TokenIds { ids: prompt.clone() });
+        let mut stream = link.start(EngineRequest { prompt: Some(tokens), ..request(request_id) });
+        while !in_time(stream.next()).await.unwrap().is_terminal() {}
+        let text = admin(&server, "/metrics").await;
+        let expected = format!("kvist_ledger_soundness_violations_total {violations}");
+        assert!(text.contains(&expected), "{request_id}: {text}");
+    }
     in_time(server.stop()).await;
 }
 

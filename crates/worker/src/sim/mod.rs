@@ -186,6 +186,7 @@ impl Engine for SimWorkerEngine {
             kv_blocks: self.settings.blocks.into(),
             block_size_tokens: self.settings.block_size_tokens,
             ranks: 1,
+            claims_hold_for_all: true,
             capabilities: Capabilities { kv_events: true, ..Capabilities::default() },
             tokenizer: self.settings.tokenizer.then(sim_tokenizer),
             ..EngineDescription::default()
