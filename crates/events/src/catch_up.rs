@@ -129,3 +129,61 @@ pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -
     }
     Err(EventsError::BrokenOff)
 }
+
+#[cfg(test)]
+mod tests {
+    use kvist_blocks::{Rank, SourceKey};
+    use kvist_proto::{
+        engine::v1::{CaughtUp, SnapshotBlocks, SnapshotChunk, SnapshotRun},
+        events::v1::SourceId,
+    };
+
+    use super::*;
+
+    fn order() -> CatchUpOrder {
+        CatchUpOrder {
+            number: 1,
+            key: SourceKey { worker: "w".into(), rank: Rank(0) },
+            address: String::new(),
+            is_attached: false,
+            resume: None,
+            attempt: 0,
+            delay: Duration::ZERO,
+        }
+    }
+
+    fn source() -> Option<SourceId> {
+        Some(SourceId { worker_uid: "w".to_owned(), rank: 0, incarnation: 1 })
+    }
+
+    fn chunk(first: bool, last: bool, next_sequence: u64, runs: Vec<SnapshotRun>) -> Part {
+        let blocks = vec![SnapshotBlocks { tier: 1, block_hashes: vec![1], runs }];
+        Part::Snapshot(SnapshotChunk { source: source(), next_sequence, blocks, first, last, complete: true })
+    }
+
+    fn answer(parts: Vec<Part>) -> Result<History, EventsError> {
+        let mut answer = Answer::default();
+        for part in parts.into_iter().chain([Part::CaughtUp(CaughtUp { source: source(), next_sequence: 2 })]) {
+            if answer.take(&order(), part)? {
+                return answer.finish();
+            }
+        }
+        Err(EventsError::BrokenOff)
+    }
+
+    /// R21.
+    #[test]
+    fn a_snapshot_that_ends_early_or_is_none_is_not_used() {
+        let whole = answer(vec![chunk(true, false, 2, vec![]), chunk(false, true, 2, vec![])]).unwrap();
+        assert_eq!(2, whole.snapshot.unwrap().blocks[0].1.len());
+        let wrong_run = SnapshotRun { parent_block_hash: None, blocks: 2 };
+        for parts in [
+            vec![chunk(true, false, 2, vec![])],
+            vec![chunk(false, true, 2, vec![])],
+            vec![chunk(true, false, 2, vec![]), chunk(false, true, 3, vec![])],
+            vec![chunk(true, true, 2, vec![wrong_run])],
+        ] {
+            assert!(answer(parts).unwrap_err().is_broken_history());
+        }
+    }
+}

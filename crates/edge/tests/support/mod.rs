@@ -94,6 +94,7 @@ impl Engine for ScriptedEngine {
             kv_blocks: 64,
             block_size_tokens: 16,
             ranks: 1,
+            claims_hold_for_all: false,
             capabilities: Capabilities::default(),
             tokenizer: Some(sim_tokenizer()),
         })
