@@ -270,7 +270,7 @@ async def test_replicas_of_a_silent_node_move_after_its_lease_and_the_patience(t
 async def test_a_worker_that_is_silent_with_its_node_leaves_after_the_lease_and_comes_back_with_it(
     tmp_path: Path,
 ) -> None:
-    """R28."""
+    """R33."""
     lives = {"lives": True}
 
     async def ask(suspect: Suspect) -> bool:

@@ -60,7 +60,7 @@ def both_have_forgotten(incarnation: int) -> Callable[[list[SourceStatus]], bool
 
 
 async def test_the_dead_are_forgotten_within_a_second_and_the_silent_are_not(tmp_path: Path) -> None:
-    """R23, R24, R28.
+    """R23, R24, R33.
 
     Seconds are those of a machine that has nothing else to do, as in `test_history.py`.
     """

@@ -317,6 +317,7 @@ async def test_every_claim_was_true_at_its_position_whatever_happened_on_the_way
     one gets as much more as others take of its processors in that time: with half of them taken, ten seconds. Nothing
     but this limit depends on the machine; what is claimed has to be true on any.
     """
+    print(f"seed {SEED}")
     mesh, mischief = Mesh(tmp_path), Mischief(SEED, lose=0.04, repeat=0.04, delay=0.06, is_on=False)
     async with AsyncExitStack() as stack:
         proxies = {

@@ -45,6 +45,7 @@ pub type SharedParts = Arc<[BootstrapResponse]>;
 #[derive(Debug)]
 pub struct Bootstraps {
     index: Arc<Index>,
+    fresh: Duration,
     kept: Mutex<Kept>,
 }
 
@@ -69,7 +70,11 @@ impl Bootstraps {
     /// Answers from an index.
     #[must_use]
     pub fn new(index: Arc<Index>) -> Arc<Self> {
-        Arc::new(Self { index, kept: Mutex::default() })
+        Self::with_freshness(index, FRESH)
+    }
+
+    fn with_freshness(index: Arc<Index>, fresh: Duration) -> Arc<Self> {
+        Arc::new(Self { index, fresh, kept: Mutex::default() })
     }
 
     /// Snapshots of the named workers' sources, or of all when none is named, and the end mark; one source at a time,
@@ -90,7 +95,7 @@ impl Bootstraps {
         let status = self.index.source(key).filter(|status| is_sent(status.state));
         if let (Some(status), Some(known)) = (&status, &*snapshot)
             && (status.incarnation, status.state) == (known.incarnation, known.state)
-            && (status.next_sequence == known.next_sequence || known.made_at.elapsed() < FRESH)
+            && (status.next_sequence == known.next_sequence || known.made_at.elapsed() < self.fresh)
         {
             return Some(Arc::clone(&known.parts));
         }
@@ -238,5 +243,81 @@ impl Reading {
             Some(_) => Err(EventsError::Malformed("snapshot without an end")),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvist_blocks::{Batch, BlockHash, Event, Rank, Tier};
+    use kvist_index::IndexSettings;
+
+    use super::*;
+
+    const START: Incarnation = Incarnation(1);
+
+    fn key(worker: &str) -> SourceKey {
+        SourceKey { worker: worker.into(), rank: Rank(0) }
+    }
+
+    fn index_of(workers: &[&str]) -> Arc<Index> {
+        let index = Arc::new(Index::new(IndexSettings { byte_budget: 1 << 24 }));
+        for worker in workers {
+            index.expect_source(&key(worker), START);
+            let blocks = [(Tier::Device, (0..10).map(BlockHash).collect())];
+            assert!(index.apply_snapshot(&key(worker), START, 1, &blocks, true, 1));
+            index.mark_caught_up(&key(worker), START);
+        }
+        index
+    }
+
+    fn go_on(index: &Index, worker: &str, sequence: u64) {
+        let stored = Event::Stored { tier: Tier::Device, parent: None, hashes: vec![BlockHash(100 + sequence)] };
+        index.apply_batch(&key(worker), START, &Batch { sequence, recorded_at_unix_nanos: 1, events: vec![stored] }, 1);
+    }
+
+    fn first_of(bootstraps: &Arc<Bootstraps>) -> SharedParts {
+        bootstraps.answer(&[]).next().unwrap()
+    }
+
+    /// R32.
+    #[test]
+    fn a_snapshot_is_made_once_for_all_who_come_together() {
+        let index = index_of(&["one", "two"]);
+        let bootstraps = Bootstraps::with_freshness(Arc::clone(&index), Duration::MAX);
+        let first = first_of(&bootstraps);
+        assert!(Arc::ptr_eq(&first, &first_of(&bootstraps)));
+        assert_eq!(3, bootstraps.answer(&[]).count());
+        assert_eq!(2, bootstraps.answer(&["two".to_owned()]).count());
+        // While it is fresh, a source that has moved on is given as it was; its readers ask for the rest.
+        go_on(&index, "one", 1);
+        assert!(Arc::ptr_eq(&first, &first_of(&bootstraps)));
+    }
+
+    /// R32.
+    #[test]
+    fn a_source_that_has_moved_on_is_read_anew_and_one_that_has_not_is_not() {
+        let index = index_of(&["one"]);
+        let bootstraps = Bootstraps::with_freshness(Arc::clone(&index), Duration::ZERO);
+        let first = first_of(&bootstraps);
+        assert!(Arc::ptr_eq(&first, &first_of(&bootstraps)));
+        go_on(&index, "one", 1);
+        let later = first_of(&bootstraps);
+        assert!(!Arc::ptr_eq(&first, &later));
+        assert!(Arc::ptr_eq(&later, &first_of(&bootstraps)));
+    }
+
+    /// R32.
+    #[test]
+    fn what_is_behind_or_gone_is_not_sent_and_not_kept() {
+        let index = index_of(&["one", "two"]);
+        let bootstraps = Bootstraps::new(Arc::clone(&index));
+        assert_eq!(3, bootstraps.answer(&[]).count());
+        let bytes = bootstraps.kept.lock().bytes;
+        index.mark_catching_up(&key("one"));
+        let parts: Vec<_> = bootstraps.answer(&[]).flat_map(|parts| parts.to_vec()).collect();
+        assert_eq!(2, parts.len());
+        assert_eq!(Some(Part::Done(BootstrapDone { sources: 1 })), parts[1].part);
+        let kept = bootstraps.kept.lock();
+        assert_eq!((bytes / 2, 1, 1), (kept.bytes, kept.order.len(), kept.snapshots.len()));
     }
 }

@@ -122,7 +122,7 @@ async fn a_history_that_ends_early_is_counted_and_fetched_again() {
     assert_eq!(2, mesh.feed.stats().counters.failed_catch_ups);
 }
 
-/// R26.
+/// R31.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_index_that_falls_behind_the_bus_has_a_gap_like_any_other() {
     let Some(nats) = NatsServer::start() else { return };
@@ -152,4 +152,18 @@ async fn an_index_that_falls_behind_the_bus_has_a_gap_like_any_other() {
     })
     .await;
     assert_eq!(0, mesh.feed.stats().counters.mismatches);
+}
+
+/// R21, R25.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_that_is_too_large_for_the_bus_is_fetched() {
+    let Some(mesh) = Mesh::start(LONG).await else { return };
+    let worker = ScriptedWorker::start("one", 10, 1, 64).await;
+    mesh.set_workers(&[("one", 10, 1, &worker)]).await;
+    worker.store_blocks(0, 1, 80_000);
+    eventually("the relay keeps it back", || mesh.relay.stats().workers["one"].dropped_batches == 1).await;
+    worker.store(0, 1_000_000);
+    eventually("the gap is filled", || mesh.is_exact_copy("one", 0, &worker)).await;
+    assert_eq!(RefusalCounts::default(), refusals(&mesh));
+    assert_eq!(1, mesh.source("one", 0).unwrap().gaps);
 }

@@ -64,7 +64,7 @@ fn feed_workers_of(workers: &[ScriptedWorker]) -> Vec<FeedWorker> {
         .collect()
 }
 
-/// R27.
+/// R32.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn a_thousand_sources_recover_in_a_dozen_indexes_at_once_through_a_kv_master() {
     let Some(mut nats) = NatsServer::start() else { return };
@@ -135,7 +135,7 @@ async fn a_thousand_sources_recover_in_a_dozen_indexes_at_once_through_a_kv_mast
     assert!(feeds.iter().all(|feed| feed.stats().counters.mismatches == 0));
 }
 
-/// R27.
+/// R32.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_workers_delay_nobody_and_are_asked_by_few_at_once() {
     const MOST: usize = 2;

@@ -10,8 +10,8 @@ use kvist_proto::kvmaster::v1::{
     *,
 };
 use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
-use tonic::{Request, Response, Status};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -29,7 +29,7 @@ impl ScriptedKvMaster {
         let service = KvMasterServiceServer::new(Service { bootstraps: Bootstraps::new(index), most_parts });
         let server = tonic::transport::Server::builder().add_service(service);
         let server = tokio::spawn(async move {
-            server.serve_with_incoming(TcpListenerStream::new(listener)).await.unwrap();
+            server.serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true))).await.unwrap();
         });
         Self { address, server }
     }

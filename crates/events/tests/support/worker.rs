@@ -20,11 +20,8 @@ use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
 };
-use tokio_stream::{
-    StreamExt as _,
-    wrappers::{TcpListenerStream, UnboundedReceiverStream},
-};
-use tonic::{Request, Response, Status, Streaming};
+use tokio_stream::{StreamExt as _, wrappers::UnboundedReceiverStream};
+use tonic::{Request, Response, Status, Streaming, transport::server::TcpIncoming};
 
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -105,7 +102,7 @@ impl ScriptedWorker {
         let address = listener.local_addr().unwrap();
         let service = EngineServiceServer::new(Service(Arc::clone(&state)));
         let server = tokio::spawn(async move {
-            let incoming = TcpListenerStream::new(listener);
+            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
             tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming).await.unwrap();
         });
         Self { state, address, server }
@@ -117,8 +114,13 @@ impl ScriptedWorker {
 
     /// A prompt of four blocks is computed.
     pub(crate) fn store(&self, rank: u32, prompt: u32) {
-        let hashes = (0..4).map(|block| EngineHash(u64::from(prompt) * 10 + block)).collect();
-        let tokens = (0..8).map(|position| prompt * 100 + position).collect();
+        self.store_blocks(rank, prompt, 4);
+    }
+
+    /// A prompt of so many blocks is computed, all in one batch.
+    pub(crate) fn store_blocks(&self, rank: u32, prompt: u32, blocks: u32) {
+        let hashes = (0..blocks).map(|block| EngineHash(u64::from(prompt) * 10 + u64::from(block))).collect();
+        let tokens = (0..2 * blocks).map(|position| prompt * 100 + position).collect();
         let root = BlockHash(1);
         let stored = StoredBlocks { hashes, parent: None, tokens, tier: Tier::Device, root };
         self.apply(rank, &EngineEvent::Stored(stored));
