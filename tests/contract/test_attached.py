@@ -15,6 +15,7 @@ from kvist.agent.v1 import agent_pb2 as pb
 from kvist.agent.v1.agent_pb2_grpc import AgentServiceStub, add_AgentServiceServicer_to_server
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError, rpc_errors
+from kvist.events.v1.events_pb2 import LedgerDigest
 from kvist.grpc import GrpcServer, Registration, open_channel
 from kvist.settings import ListenSettings
 from kvist_agent.app import SERVICE_NAME
@@ -23,7 +24,7 @@ from kvist_agent.attached import AttachedEngines
 from kvist_agent.inventory import read_inventory
 from kvist_agent.service import AgentService
 from kvist_agent.worker_client import GrpcWorkerClient
-from support.fake_vllm import FakeVllm, recorded
+from support.fake_vllm import FakeVllm, recorded, two_ranks
 
 LIMIT_SECONDS = 40
 UID = "attached-1-stock"
@@ -58,10 +59,10 @@ async def engine() -> AsyncIterator[FakeVllm]:
         yield fake
 
 
-@pytest.fixture
-async def attaching(engine: FakeVllm, tmp_path: Path) -> AsyncIterator[Attaching]:
+@contextlib.asynccontextmanager
+async def attaching_to(engine: FakeVllm, folder: Path, **settings: int) -> AsyncIterator[Attaching]:
     registry = CollectorRegistry()
-    settings = AttachSettings(
+    attach = AttachSettings(
         name="stock",
         model="m",
         events_endpoint=engine.events_endpoint,
@@ -69,14 +70,14 @@ async def attaching(engine: FakeVllm, tmp_path: Path) -> AsyncIterator[Attaching
         block_size_tokens=32,
         idle_interval_seconds=0.05,
         hash_algorithm="sha256_cbor",
+        **settings,
     )
-    engines = AttachedEngines([settings], folder=tmp_path, node_uid="node-1", registry=registry)
+    engines = AttachedEngines([attach], folder=folder, node_uid="node-1", registry=registry)
     slots = SimpleNamespace(statuses=list)
     inventory = read_inventory(node_uid="node-1", name="n", labels={}, engines=[])
     service = AgentService(slots, attached=engines, client=GrpcWorkerClient(), inventory=inventory)
     add = functools.partial(add_AgentServiceServicer_to_server, service)
     async with (
-        asyncio.timeout(LIMIT_SECONDS),
         GrpcServer(
             ListenSettings(), services=[Registration(SERVICE_NAME, add)], registry=CollectorRegistry()
         ) as server,
@@ -87,6 +88,12 @@ async def attaching(engine: FakeVllm, tmp_path: Path) -> AsyncIterator[Attaching
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+@pytest.fixture
+async def attaching(engine: FakeVllm, tmp_path: Path) -> AsyncIterator[Attaching]:
+    async with attaching_to(engine, tmp_path) as attaching:
+        yield attaching
 
 
 async def test_before_its_engine_was_reached_it_is_not_spoken_of(attaching: Attaching, engine: FakeVllm) -> None:
@@ -170,3 +177,37 @@ async def test_what_is_no_statement_is_counted_by_reason_and_changes_nothing(
     await attaching.until(lambda: attaching.number(names.ATTACHED_REFUSED, reason="another_rank") == 1)
     [digest] = (await attaching.stub.Audit(pb.AuditRequest())).digests
     assert (digest.complete, digest.tiers[0].block_count) == (False, 3)
+
+
+async def test_each_rank_has_a_ledger_and_a_start_of_its_own(tmp_path: Path) -> None:
+    async with two_ranks() as (first, second), attaching_to(first, tmp_path, ranks=2, first_rank=4) as attaching:
+        await first.publish(of_rank(recorded()[0], 4))
+        attaching.engines.enter_cluster(3)
+        await attaching.until(lambda: first.questions and second.questions and attaching.engines.descriptions())
+        await second.publish(of_rank(recorded()[0], 5))
+        await second.publish(of_rank(recorded()[1], 5))
+        [described] = attaching.engines.descriptions()
+
+        async def digests() -> list[LedgerDigest]:
+            return list((await attaching.stub.Audit(pb.AuditRequest())).digests)
+
+        async def blocks() -> list[int]:
+            return [sum(tier.block_count for tier in digest.tiers) for digest in await digests()]
+
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while await blocks() != [3, 4]:
+                await asyncio.sleep(0.01)
+            assert [described.incarnation] * 2 == [digest.source.incarnation for digest in await digests()]
+            assert [0, 1] == [digest.source.rank for digest in await digests()]
+            second.restart()
+            while await blocks() != [3, 0]:
+                await asyncio.sleep(0.01)
+        incarnations = [digest.source.incarnation for digest in await digests()]
+        assert described.incarnation == incarnations[0] < incarnations[1]
+        assert attaching.number(names.ATTACHED_REFUSED, reason="another_rank") == 0
+
+
+def of_rank(payload: bytes, rank: int) -> bytes:
+    """A recorded batch, which ends with the number of its rank, as one of another rank."""
+    assert payload[-1] == 0
+    return payload[:-1] + bytes([rank])

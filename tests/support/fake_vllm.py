@@ -111,10 +111,14 @@ class FakeVllm:
         return connected
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Listens at free ports of the loopback interface."""
-        events = await asyncio.start_server(self._serving(self._follow), "127.0.0.1", 0)
-        replay = await asyncio.start_server(self._serving(self._answer), "127.0.0.1", 0)
+    async def running(self, ports: tuple[int, int] = (0, 0)) -> AsyncIterator[None]:
+        """Listens at the loopback interface, at free ports unless some are asked for."""
+        events = await asyncio.start_server(self._serving(self._follow), "127.0.0.1", ports[0])
+        try:
+            replay = await asyncio.start_server(self._serving(self._answer), "127.0.0.1", ports[1])
+        except OSError:
+            events.close()
+            raise
         self.events_endpoint, self.replay_endpoint = (
             f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in (events, replay)
         )
@@ -125,6 +129,26 @@ class FakeVllm:
                 server.close()
             for writer in tuple(self._writers):
                 writer.close()
+
+
+@contextlib.asynccontextmanager
+async def two_ranks() -> AsyncIterator[tuple[FakeVllm, FakeVllm]]:
+    """Two ranks of an engine, the second one at the ports that follow those of the first."""
+    async with contextlib.AsyncExitStack() as stack:
+        while True:
+            first, second = FakeVllm(), FakeVllm()
+            attempt = contextlib.AsyncExitStack()
+            await attempt.enter_async_context(first.running())
+            following = [int(end.rpartition(":")[2]) + 1 for end in (first.events_endpoint, first.replay_endpoint)]
+            try:
+                await attempt.enter_async_context(second.running((following[0], following[1])))
+            except (OSError, OverflowError):
+                # Somebody else has one of them.
+                await attempt.aclose()
+                continue
+            await stack.enter_async_context(attempt)
+            yield first, second
+            return
 
 
 async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: str) -> None:
