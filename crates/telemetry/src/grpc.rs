@@ -17,6 +17,8 @@ const HEALTH_SERVICE: &str = "grpc.health.v1.Health";
 pub struct GrpcHealth {
     reporter: HealthReporter,
     service: &'static str,
+    /// What was stated last.
+    is_serving: Arc<Mutex<Option<bool>>>,
     /// Names that were given a condition.
     conditions: Arc<Mutex<BTreeSet<String>>>,
 }
@@ -25,13 +27,17 @@ impl GrpcHealth {
     /// Health that says `NOT_SERVING`, and the service that says it.
     pub async fn start(service: &'static str) -> (Self, HealthServer<impl Health>) {
         let (reporter, server) = tonic_health::server::health_reporter();
-        let health = Self { reporter, service, conditions: Arc::default() };
+        let health = Self { reporter, service, is_serving: Arc::default(), conditions: Arc::default() };
         health.set_serving(false).await;
         (health, server)
     }
 
-    /// States whether requests are taken. A process that answers is alive, whether it takes any or not.
+    /// States whether requests are taken; who watches hears of changes alone. A process that answers is alive, whether it
+    /// takes any or not.
     pub async fn set_serving(&self, is_serving: bool) {
+        if self.is_serving.lock().replace(is_serving) == Some(is_serving) {
+            return;
+        }
         let status = if is_serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         for name in ["", "readiness", self.service] {
             self.reporter.set_service_status(name, status).await;
@@ -123,6 +129,26 @@ mod tests {
             tokio::time::timeout(Duration::from_secs(10), rest).await.unwrap();
             assert_eq!(expected, said, "{name}");
         }
+    }
+
+    #[tokio::test]
+    async fn what_was_said_is_not_said_again() {
+        let (health, server) = GrpcHealth::start("test.Service").await;
+        health.set_serving(true).await;
+        let request = Request::new(HealthCheckRequest { service: "test.Service".to_owned() });
+        let mut client = tonic_health::pb::health_client::HealthClient::new(server);
+        let mut watching = client.watch(request).await.unwrap().into_inner();
+        let mut said = vec![watching.next().await.unwrap().unwrap().status];
+        health.set_serving(false).await;
+        said.push(watching.next().await.unwrap().unwrap().status);
+        health.close().await;
+        let rest = async {
+            while let Some(response) = watching.next().await {
+                said.push(response.unwrap().status);
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), rest).await.unwrap();
+        assert_eq!(vec![1, 2], said);
     }
 
     #[tokio::test]
