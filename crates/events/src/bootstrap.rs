@@ -115,7 +115,6 @@ impl Bootstraps {
         }
         let source = convert::source_to(&status.source, status.incarnation);
         let complete = status.state == SourceState::Exact;
-        let blocks = convert::runs_of_sets(blocks);
         let snapshot = kvist_ledger::Snapshot { next_sequence: status.next_sequence, blocks, complete };
         let chunks = convert::snapshot_to(&source, &snapshot);
         let parts = chunks.into_iter().map(|chunk| BootstrapResponse { part: Some(Part::Snapshot(chunk)) });
@@ -248,7 +247,7 @@ impl Reading {
 
 #[cfg(test)]
 mod tests {
-    use kvist_blocks::{Batch, BlockHash, Event, Rank, Tier};
+    use kvist_blocks::{Batch, BlockHash, Event, Rank, Run, Tier};
     use kvist_index::IndexSettings;
 
     use super::*;
@@ -263,7 +262,8 @@ mod tests {
         let index = Arc::new(Index::new(IndexSettings { byte_budget: 1 << 24 }));
         for worker in workers {
             index.expect_source(&key(worker), START);
-            let blocks = [(Tier::Device, (0..10).map(BlockHash).collect())];
+            let run = Run { parent: None, hashes: (0..10).map(BlockHash).collect() };
+            let blocks = [(Tier::Device, vec![run])];
             assert!(index.apply_snapshot(&key(worker), START, 1, &blocks, true, 1));
             index.mark_caught_up(&key(worker), START);
         }

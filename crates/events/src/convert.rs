@@ -100,21 +100,6 @@ pub fn collect_chunk(chunk: &SnapshotChunk, blocks: &mut Vec<(Tier, Vec<Run>)>) 
     history::collect_chunk(chunk, blocks).map_err(|wrong| EventsError::Malformed(wrong.reason()))
 }
 
-/// Blocks as the index takes them: as sets, without what follows what.
-#[must_use]
-pub fn flat(blocks: &[(Tier, Vec<Run>)]) -> Vec<(Tier, Vec<BlockHash>)> {
-    blocks
-        .iter()
-        .map(|(tier, runs)| (*tier, runs.iter().flat_map(|run| run.hashes.iter().copied()).collect()))
-        .collect()
-}
-
-/// Blocks of the index as runs: it does not say what follows what.
-pub(crate) fn runs_of_sets(blocks: Vec<(Tier, Vec<BlockHash>)>) -> Vec<(Tier, Vec<Run>)> {
-    let run = |hash| Run { parent: None, hashes: vec![hash] };
-    blocks.into_iter().map(|(tier, hashes)| (tier, hashes.into_iter().map(run).collect())).collect()
-}
-
 /// A state as a message says it.
 #[must_use]
 pub fn state_to(state: SourceState) -> v1::SourceState {

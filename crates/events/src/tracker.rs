@@ -17,7 +17,6 @@ use kvist_proto::controller::v1::ClusterState;
 use rand::{Rng as _, rngs::SmallRng};
 
 use crate::{
-    convert::flat,
     refusals::{Refusal, RefusalCounts, Refusals},
     worker_channel::retry_delay,
 };
@@ -395,7 +394,7 @@ impl Tracker {
                 key,
                 incarnation,
                 snapshot.next_sequence,
-                &flat(&snapshot.blocks),
+                &snapshot.blocks,
                 snapshot.complete,
                 now.unix_nanos,
             );

@@ -281,9 +281,9 @@ impl World {
             assert!(tracked.incarnation > *closed || tracked.catching_up.is_none(), "the dead are asked");
         }
         for worker in 0..WORKERS {
-            let Some((status, blocks)) = self.index.snapshot_of(&key(worker)) else { continue };
+            let Some((status, runs)) = self.index.snapshot_of(&key(worker)) else { continue };
             let claimed: BTreeSet<u64> =
-                blocks.iter().flat_map(|(_, hashes)| hashes.iter().map(|hash| hash.0)).collect();
+                runs.iter().flat_map(|(_, runs)| runs).flat_map(|run| &run.hashes).map(|hash| hash.0).collect();
             let position = (worker, status.incarnation, status.next_sequence);
             assert_eq!(self.truth.get(&position), Some(&claimed), "worker {worker} at {status:?}");
             assert!(self.closed.get(&worker).is_none_or(|closed| status.incarnation > *closed));

@@ -1,31 +1,41 @@
 //! Who holds which block: sources, byte budget, digests.
 //!
 //! The index merges the ledgers of all workers. It applies a batch only if the incarnation matches and the sequence is
-//! the next one; anything else it reports to its feeder, which fetches what is missing. One lock covers all of it, so a
-//! look-up sees whole batches only, and every claim is true at the sequence stated beside it.
+//! the next one; anything else it reports to its feeder, which fetches what is missing.
 //!
-//! Beside the radix trees of the field: a hash already stands for its whole prefix, so a flat map from hash to holders
-//! answers "longest held prefix" without parent pointers. Stretches of up to 128 blocks that follow each other are
-//! known as such, and a look-up asks for the last block of one and skips the rest: two probes for 128 blocks. Sets of
-//! holders are interned, since blocks that were computed together are held together: a block costs 15 to 30 bytes,
-//! however many hold it, and a look-up compares holders, 64 at a time, only where they change along the prompt.
+//! Blocks lie in nodes: up to 128 that follow each other in a prompt, with their hashes side by side and with those that
+//! hold them as bits. A hash already stands for its whole prefix, so a node needs no way up: a table from hash to seat
+//! finds it, and a look-up takes a step for a node, with one comparison where all of it is asked for.
 //!
-//! What the byte budget does not let in is given up: counted and digested, so that a ledger's digest still proves the
-//! whole, and its source is TRUNCATED. A block behind one that was given up is given up too, since no look-up reaches it.
+//! There is one writer at a time, and look-ups wait for nobody. All that they read is made of atomic words with versions
+//! around them; a walk that finds the versions unchanged after it has read what each source says of itself was a walk
+//! through one state, so every claim is true at the sequence stated beside it. Of what is in the middle of a change nothing
+//! is claimed.
+//!
+//! What the byte budget does not let in, or what nobody has asked for when others need its room, is given up: counted and
+//! digested, so that a ledger's digest still proves the whole, and its source is TRUNCATED. A block behind one that was
+//! given up is given up too, since no look-up reaches it.
 
-mod holdings;
+mod arena;
+mod budget;
+mod core;
+mod holders;
 mod index;
+mod lists;
 mod lookup;
+mod node;
 mod recent;
-mod segments;
-mod sets;
+mod remove;
+mod runs;
+mod scrub;
 mod source;
 mod sources;
+mod store;
 mod table;
+mod view;
+mod walk;
 
-pub use index::{
-    Applied, DigestVerdict, Divergence, Index, IndexSettings, Memory, SCRUB_PERIOD, SnapshotId, TierBlocks,
-};
+pub use index::{Applied, DigestVerdict, Divergence, Index, IndexSettings, Memory, SCRUB_PERIOD, SnapshotId, TierRuns};
 pub use recent::{Holder, RecentDecisions, RecentOverlap};
 pub use source::{Overlap, SourceState, SourceStatus};
 pub use sources::Overlaps;

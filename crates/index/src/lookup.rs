@@ -1,143 +1,110 @@
-//! The walk along a prompt.
+//! Look-ups, which wait for nobody.
+//!
+//! A look-up walks along the prompt, then reads what each source says of itself, then looks whether all that it has walked
+//! through is the same. If it is, the walk was true at the moment when the sources were read, so each claim is true at the
+//! position that its source states. If not, it walks again, a few times. What goes on changing, or stands still in the middle of a change since
+//! its writer has lost its core, is not waited for: nothing is claimed of the sources that it concerns.
 
-use crate::sets::{LaneKey, Lanes, SetId};
+use std::sync::atomic::{Ordering, fence};
 
-/// How far each source holds a prompt.
-pub(crate) struct Walk {
-    /// Blocks that somebody holds without a break.
-    pub(crate) depth: usize,
-    /// Of these, blocks of which it is not known how they follow others.
-    pub(crate) alone: usize,
-    /// The set of the block before.
-    last: Option<SetId>,
-    /// Those that hold every block so far in one tier, as a set.
-    keys: Vec<LaneKey>,
-    masks: Vec<u64>,
-    /// Those that hold every block so far in some tier, by word.
-    any: Vec<(u32, u64)>,
-    /// Whether somebody holds blocks in more than one tier, so that `any` is more than `masks`.
-    has_tiers: bool,
-    /// By slot: leading blocks in each tier, and in any.
-    reached: Vec<[u32; 5]>,
-}
+use kvist_blocks::{BlockHash, Incarnation};
 
-impl Walk {
-    pub(crate) fn new(slots: usize) -> Self {
-        Self {
-            depth: 0,
-            alone: 0,
-            last: None,
-            keys: Vec::new(),
-            masks: Vec::new(),
-            any: Vec::new(),
-            has_tiers: false,
-            reached: vec![[0; 5]; slots],
-        }
-    }
+use crate::{
+    index::Index,
+    source::{Overlap, SourceState},
+    sources::{Cell, Overlaps, Seen, SourceList, Unread},
+    walk::Walk,
+};
 
-    pub(crate) fn tier_blocks(&self, slot: u32) -> [u32; 4] {
-        self.reached
-            .get(slot as usize)
-            .map_or([0; 4], |[device, host, disk, external, _]| [*device, *host, *disk, *external])
-    }
+/// Walks of one look-up.
+const TRIES: usize = 6;
+/// Pauses of one walk, all sources together, for a batch to end. A small one takes half a microsecond.
+const PAUSES: usize = 100;
 
-    pub(crate) fn matched_blocks(&self, slot: u32) -> u32 {
-        self.reached.get(slot as usize).map_or(0, |reached| reached[4])
-    }
-
-    /// Whether nobody holds the next block.
-    pub(crate) fn is_over(&self) -> bool {
-        self.any.is_empty()
-    }
-
-    /// Takes in the holders of the block behind `depth` others. `live` has a bit for each slot that may be seen.
-    pub(crate) fn meet(&mut self, depth: usize, set: SetId, lanes: Lanes<'_>, live: &[u64]) {
-        let Some(last) = self.last.replace(set) else { return self.begin(lanes, live) };
-        if last != set {
-            self.keep(depth, lanes);
-        }
-    }
-
-    /// Writes down how far those have come that hold everything up to `depth`.
-    pub(crate) fn finish(&mut self) {
-        self.keep(self.depth, Lanes::default());
-    }
-
-    fn begin(&mut self, lanes: Lanes<'_>, live: &[u64]) {
-        for (key, mask) in lanes.iter() {
-            let mask = mask & live.get(key.word() as usize).copied().unwrap_or(0);
-            if mask == 0 {
-                continue;
-            }
-            self.keys.push(key);
-            self.masks.push(mask);
-            match self.any.last_mut() {
-                Some((word, any)) if *word == key.word() => {
-                    *any |= mask;
-                    self.has_tiers = true;
+impl Index {
+    /// For every source, how much of the beginning of a prompt it holds; by worker and rank.
+    ///
+    /// Takes one step for up to 128 blocks, up to the first block that no source has in an unbroken run, and never waits for a writer. A
+    /// source in the middle of a change is CATCHING_UP, and nothing is claimed of it.
+    #[must_use]
+    pub fn lookup(&self, prompt: &[BlockHash]) -> Overlaps {
+        let mut tries = TRIES;
+        loop {
+            tries -= 1;
+            let view = self.published.get();
+            let mut walk = Walk::new();
+            walk.go(&view, prompt);
+            fence(Ordering::Acquire);
+            let Some(mut overlaps) = overlaps(&view.sources, &walk, tries == 0) else { continue };
+            let spoiled_at = walk.spoiled_at(&view);
+            if let Some(depth) = spoiled_at {
+                if tries > 0 {
+                    (0..PAUSES / 10).for_each(|_| std::hint::spin_loop());
+                    continue;
                 }
-                _ => self.any.push((key.word(), mask)),
+                // Who ended before is known; of the others, more or less may be true.
+                overlaps.iter_mut().filter(|overlap| overlap.matched_blocks >= depth).for_each(|overlap| {
+                    *overlap = unknown(overlap.incarnation);
+                });
             }
+            return Overlaps::new(view.sources.keys().clone(), overlaps);
         }
-    }
-
-    /// Ends the run of all that are not in a set.
-    fn keep(&mut self, depth: usize, lanes: Lanes<'_>) {
-        let depth = u32::try_from(depth).unwrap_or(u32::MAX);
-        // The common case first: the same words, and hardly anybody leaves.
-        if !self.has_tiers && self.keys == lanes.keys {
-            let mut is_empty = false;
-            for (at, held) in lanes.masks.iter().enumerate() {
-                let ended = self.masks[at] & !held;
-                if ended != 0 {
-                    let key = self.keys[at];
-                    self.masks[at] &= held;
-                    self.any[at].1 = self.masks[at];
-                    is_empty |= self.masks[at] == 0;
-                    end(&mut self.reached, key.word(), ended, |reached| {
-                        (reached[key.tier()], reached[4]) = (depth, depth)
-                    });
-                }
-            }
-            if is_empty {
-                self.drop_empty();
-            }
-            return;
-        }
-        let mut rest = lanes.iter().peekable();
-        let mut held_in_any = lanes.iter().peekable();
-        for (key, mask) in self.keys.iter().zip(&mut self.masks) {
-            while rest.next_if(|(other, _)| other < key).is_some() {}
-            let held = rest.next_if(|(other, _)| other == key).map_or(0, |(_, held)| held);
-            end(&mut self.reached, key.word(), *mask & !held, |reached| reached[key.tier()] = depth);
-            *mask &= held;
-        }
-        for (word, any) in &mut self.any {
-            let mut held = 0;
-            while let Some((key, mask)) = held_in_any.next_if(|(key, _)| key.word() <= *word) {
-                held |= if key.word() == *word { mask } else { 0 };
-            }
-            end(&mut self.reached, *word, *any & !held, |reached| reached[4] = depth);
-            *any &= held;
-        }
-        self.drop_empty();
-        // Once one tier has broken off, another may go on.
-        self.has_tiers = !self.masks.iter().eq(self.any.iter().map(|(_, any)| any));
-    }
-
-    fn drop_empty(&mut self) {
-        self.any.retain(|(_, any)| *any != 0);
-        let mut masks = self.masks.iter();
-        self.keys.retain(|_| masks.next().is_some_and(|mask| *mask != 0));
-        self.masks.retain(|mask| *mask != 0);
     }
 }
 
-fn end(reached: &mut [[u32; 5]], word: u32, mut ended: u64, write: impl Fn(&mut [u32; 5])) {
-    while ended != 0 {
-        if let Some(reached) = reached.get_mut(word as usize * 64 + ended.trailing_zeros() as usize) {
-            write(reached);
+/// What a walk has found for each source. None when the list of sources is an old one, unless it has to do.
+fn overlaps(sources: &SourceList, walk: &Walk, is_last_try: bool) -> Option<Vec<Overlap>> {
+    let mut pauses = PAUSES;
+    let mut is_retired = false;
+    let mut overlaps = Vec::with_capacity(sources.len());
+    let reached = walk.reached();
+    for cell in sources.cells() {
+        let seen = match cell.read() {
+            Ok(seen) => Ok(seen),
+            Err(unread) => read_again(cell, unread, &mut pauses),
+        };
+        overlaps.push(match seen {
+            Ok(seen) => {
+                let (tier_blocks, matched_blocks) = reached.blocks_of(seen.slot);
+                Overlap {
+                    incarnation: seen.incarnation,
+                    state: seen.state,
+                    applied_sequence: seen.next_sequence.checked_sub(1),
+                    tier_blocks,
+                    matched_blocks,
+                }
+            }
+            Err(unread) => {
+                is_retired |= matches!(unread, Unread::Retired(_));
+                let (Unread::Busy(incarnation) | Unread::Retired(incarnation)) = unread;
+                unknown(incarnation)
+            }
+        });
+    }
+    (!is_retired || is_last_try).then_some(overlaps)
+}
+
+/// Gives a batch a little time to end.
+#[cold]
+fn read_again(cell: &Cell, mut unread: Unread, pauses: &mut usize) -> Result<Seen, Unread> {
+    while *pauses > 0 && matches!(unread, Unread::Busy(_)) {
+        *pauses -= 1;
+        std::hint::spin_loop();
+        match cell.read() {
+            Ok(seen) => return Ok(seen),
+            Err(other) => unread = other,
         }
-        ended &= ended - 1;
+    }
+    Err(unread)
+}
+
+/// Before its first batch, a source holds nothing: that is true of each.
+fn unknown(incarnation: Incarnation) -> Overlap {
+    Overlap {
+        incarnation,
+        state: SourceState::CatchingUp,
+        applied_sequence: None,
+        tier_blocks: [0; 4],
+        matched_blocks: 0,
     }
 }

@@ -2,6 +2,8 @@
 
 use kvist_blocks::{BlockHash, Digest, Incarnation, SourceKey, Tier, TierDigest};
 
+use crate::lists::List;
+
 /// How much may be said about a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceState {
@@ -90,6 +92,12 @@ impl TierSum {
         self.digest.remove(hash);
     }
 
+    /// Takes blocks out that are in it.
+    pub(crate) fn subtract(&mut self, other: &Self) {
+        self.count = self.count.saturating_sub(other.count);
+        self.digest.0 = self.digest.0.wrapping_sub(other.digest.0);
+    }
+
     pub(crate) fn clear(&mut self) {
         (self.count, self.digest) = (0, Digest::default());
     }
@@ -128,8 +136,12 @@ pub(crate) struct Slot {
     pub(crate) given_up: [TierSum; 4],
     /// What a scrub has found so far.
     pub(crate) scrubbed: [TierSum; 4],
-    /// Grows with each change; a snapshot that sees it move starts again.
-    pub(crate) changes: u64,
+    /// Pairs of a kept block and this slot.
+    pub(crate) pairs: u64,
+    /// Nodes of which it holds something.
+    pub(crate) nodes: u32,
+    /// Which.
+    pub(crate) list: List,
 }
 
 impl Slot {
@@ -139,7 +151,9 @@ impl Slot {
             applied: Default::default(),
             given_up: Default::default(),
             scrubbed: Default::default(),
-            changes: 0,
+            pairs: 0,
+            nodes: 0,
+            list: List::default(),
         }
     }
 

@@ -1,23 +1,150 @@
 //! The sources in order.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering, fence},
+};
 
-use kvist_blocks::{Rank, SourceKey, WorkerUid};
+use kvist_blocks::{Incarnation, Rank, SourceKey, WorkerUid};
 
-use crate::source::{Overlap, Source};
+use crate::source::{Overlap, Source, SourceState};
 
-/// Sources by worker and rank. Their keys are shared with the answers of look-ups, which copy none of them; a new source
-/// pays for that with a new list.
+/// A batch is being applied.
+const BUSY: u64 = 1;
+/// Another list has taken the place of the one with this cell; always with [`BUSY`].
+const RETIRED: u64 = 1 << 1;
+const STALE: u64 = 1 << 2;
+const CATCHING_UP: u64 = 1 << 3;
+const INCOMPLETE: u64 = 1 << 4;
+const TRUNCATED: u64 = 1 << 5;
+const SLOT_SHIFT: u32 = 8;
+const SLOT_MASK: u64 = (1 << 24) - 1;
+const COUNT_SHIFT: u32 = 32;
+
+/// What look-ups have to know of a source.
 #[derive(Debug, Default)]
-pub(crate) struct Sources {
+pub(crate) struct Cell {
+    /// Flags, the slot, and a number that grows with each change.
+    state: AtomicU64,
+    incarnation: AtomicU64,
+    next_sequence: AtomicU64,
+    _alone: u64,
+}
+
+/// A source as a look-up found it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seen {
+    pub(crate) incarnation: Incarnation,
+    pub(crate) next_sequence: u64,
+    pub(crate) slot: u32,
+    pub(crate) state: SourceState,
+}
+
+/// Why a cell could not be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unread {
+    /// Its source changes at this moment.
+    Busy(Incarnation),
+    /// There is a newer list.
+    Retired(Incarnation),
+}
+
+impl Cell {
+    #[inline]
+    pub(crate) fn read(&self) -> Result<Seen, Unread> {
+        let before = self.state.load(Ordering::Acquire);
+        let incarnation = Incarnation(self.incarnation.load(Ordering::Relaxed));
+        let next_sequence = self.next_sequence.load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        if before & RETIRED != 0 {
+            return Err(Unread::Retired(incarnation));
+        }
+        if before & BUSY != 0 || self.state.load(Ordering::Relaxed) != before {
+            return Err(Unread::Busy(incarnation));
+        }
+        let state = if before & (STALE | CATCHING_UP | INCOMPLETE | TRUNCATED) == 0 {
+            SourceState::Exact
+        } else if before & STALE != 0 {
+            SourceState::Stale
+        } else if before & CATCHING_UP != 0 {
+            SourceState::CatchingUp
+        } else if before & INCOMPLETE != 0 {
+            SourceState::Partial
+        } else {
+            SourceState::Truncated
+        };
+        Ok(Seen { incarnation, next_sequence, slot: (before >> SLOT_SHIFT & SLOT_MASK) as u32, state })
+    }
+
+    fn begin(&self) {
+        self.state.store(self.state.load(Ordering::Relaxed) | BUSY, Ordering::Relaxed);
+        fence(Ordering::Release);
+    }
+
+    fn write(&self, source: &Source, is_truncated: bool, stays_busy: bool) {
+        self.begin();
+        self.incarnation.store(source.incarnation.0, Ordering::Relaxed);
+        self.next_sequence.store(source.next_sequence, Ordering::Relaxed);
+        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
+        let count = (self.state.load(Ordering::Relaxed) >> COUNT_SHIFT).wrapping_add(1) << COUNT_SHIFT;
+        let state = count
+            | u64::from(source.slot) << SLOT_SHIFT
+            | flag(source.stale, STALE)
+            | flag(source.catching_up, CATCHING_UP)
+            | flag(!source.complete, INCOMPLETE)
+            | flag(is_truncated, TRUNCATED)
+            | flag(stays_busy, BUSY);
+        self.state.store(state, Ordering::Release);
+    }
+}
+
+/// The sources that look-ups answer about, by worker and rank.
+#[derive(Debug)]
+pub(crate) struct SourceList {
     keys: Arc<[SourceKey]>,
+    /// By position; more than there are keys.
+    cells: Box<[Cell]>,
+}
+
+impl SourceList {
+    pub(crate) fn keys(&self) -> &Arc<[SourceKey]> {
+        &self.keys
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    pub(crate) fn cells(&self) -> &[Cell] {
+        &self.cells[..self.keys.len()]
+    }
+}
+
+/// The writer's side. Keys are shared with the answers of look-ups, which copy none of them; a new source pays for that
+/// with a new list.
+#[derive(Debug)]
+pub(crate) struct Sources {
+    list: Arc<SourceList>,
     sources: Vec<Source>,
+    /// The one whose batch is being applied.
+    busy: Option<usize>,
+}
+
+impl Default for Sources {
+    fn default() -> Self {
+        let list = SourceList { keys: Arc::new([]), cells: Box::default() };
+        Self { list: Arc::new(list), sources: Vec::new(), busy: None }
+    }
 }
 
 impl Sources {
+    pub(crate) fn list(&self) -> &Arc<SourceList> {
+        &self.list
+    }
+
     /// Where a source is, until one is added or goes.
     pub(crate) fn position(&self, key: &SourceKey) -> Option<usize> {
-        self.keys.binary_search(key).ok()
+        self.list.keys.binary_search(key).ok()
     }
 
     pub(crate) fn at(&mut self, position: Option<usize>) -> Option<&mut Source> {
@@ -28,33 +155,40 @@ impl Sources {
         self.sources.get(self.position(key)?)
     }
 
-    pub(crate) fn get_mut(&mut self, key: &SourceKey) -> Option<&mut Source> {
-        self.at(self.position(key))
-    }
-
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&SourceKey, &Source)> {
-        self.keys.iter().zip(&self.sources)
+        self.list.keys.iter().zip(&self.sources)
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (&SourceKey, &mut Source)> {
-        self.keys.iter().zip(&mut self.sources)
+    /// What look-ups see of a source is unknown until [`Sources::end`].
+    pub(crate) fn begin(&mut self, position: usize) {
+        self.list.cells[position].begin();
+        self.busy = Some(position);
     }
 
-    /// Puts a source in the place of the one that has its key, if there is one.
-    pub(crate) fn insert(&mut self, key: &SourceKey, source: Source) {
-        match self.keys.binary_search(key) {
-            Ok(position) => self.sources[position] = source,
-            Err(position) => {
-                self.sources.insert(position, source);
-                let (before, after) = self.keys.split_at(position);
-                self.keys = before.iter().chain([key]).chain(after).cloned().collect();
-            }
-        }
+    /// Shows a source as it is now.
+    pub(crate) fn end(&mut self, position: usize, is_truncated: bool) {
+        self.busy = None;
+        self.show(position, is_truncated);
     }
 
-    pub(crate) fn retain(&mut self, mut stays: impl FnMut(&SourceKey, &Source) -> bool) {
+    /// Shows a source as it is now, unless its batch is being applied.
+    pub(crate) fn show(&self, position: usize, is_truncated: bool) {
+        self.list.cells[position].write(&self.sources[position], is_truncated, self.busy == Some(position));
+    }
+
+    /// Adds a source that is not there. The list before it has to be retired when this one is published.
+    pub(crate) fn insert(&mut self, key: &SourceKey, source: Source) -> Arc<SourceList> {
+        let position = self.list.keys.partition_point(|other| other < key);
+        self.sources.insert(position, source);
+        let (before, after) = self.list.keys.split_at(position);
+        let keys = before.iter().chain([key]).chain(after).cloned().collect();
+        self.relist(keys)
+    }
+
+    /// Drops sources; the list before it has to be retired when this one is published.
+    pub(crate) fn retain(&mut self, mut stays: impl FnMut(&SourceKey, &Source) -> bool) -> Option<Arc<SourceList>> {
         let before = self.sources.len();
-        let mut keys = self.keys.iter();
+        let mut keys = self.list.keys.iter();
         let mut kept = Vec::with_capacity(before);
         self.sources.retain(|source| {
             let Some(key) = keys.next() else { return false };
@@ -64,13 +198,20 @@ impl Sources {
             }
             stay
         });
-        if kept.len() != before {
-            self.keys = kept.into();
-        }
+        (kept.len() != before).then(|| self.relist(kept.into()))
     }
 
-    pub(crate) fn overlaps(&self, overlap: impl FnMut(&Source) -> Overlap) -> Overlaps {
-        Overlaps { keys: Arc::clone(&self.keys), overlaps: self.sources.iter().map(overlap).collect() }
+    /// Says that a list is no longer the one: who reads it has to look for the new one.
+    pub(crate) fn retire(list: &SourceList) {
+        list.cells.iter().for_each(|cell| cell.state.store(BUSY | RETIRED, Ordering::Release));
+    }
+
+    /// The cells of the new list say nothing yet.
+    fn relist(&mut self, keys: Arc<[SourceKey]>) -> Arc<SourceList> {
+        // Of few sizes, so that an allocator can use again what was a list before.
+        let cell = |_| Cell { state: AtomicU64::new(BUSY), ..Cell::default() };
+        let cells = (0..keys.len().next_power_of_two()).map(cell).collect();
+        std::mem::replace(&mut self.list, Arc::new(SourceList { keys, cells }))
     }
 }
 
@@ -82,6 +223,10 @@ pub struct Overlaps {
 }
 
 impl Overlaps {
+    pub(crate) fn new(keys: Arc<[SourceKey]>, overlaps: Vec<Overlap>) -> Self {
+        Self { keys, overlaps }
+    }
+
     /// All sources, by worker and rank.
     pub fn iter(&self) -> impl Iterator<Item = (&SourceKey, &Overlap)> {
         self.keys.iter().zip(&self.overlaps)

@@ -7,7 +7,7 @@
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use kvist_blocks::{Incarnation, Rank, Run, SourceKey, Tier, WorkerUid};
-use kvist_events::convert::{batch_from, collect_chunk, digest_from, flat, source_from};
+use kvist_events::convert::{batch_from, collect_chunk, digest_from, source_from};
 use kvist_index::{Applied, DigestVerdict, Index};
 use kvist_link::WorkerLink;
 use kvist_proto::{
@@ -127,7 +127,7 @@ impl Follower {
                     if chunk.last {
                         let blocks = snapshots.remove(&key).unwrap_or_default();
                         let (next, complete) = (chunk.next_sequence, chunk.complete);
-                        self.index.apply_snapshot(&key, self.incarnation, next, &flat(&blocks), complete, now);
+                        self.index.apply_snapshot(&key, self.incarnation, next, &blocks, complete, now);
                     }
                 }
                 Part::Batch(batch) => {
