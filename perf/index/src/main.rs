@@ -20,7 +20,7 @@ use crate::{
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const USAGE: &str = "usage: bench:index [--quick] [--trace FILE] [--only NAME] [--output FILE]";
+const USAGE: &str = "usage: bench:index [--quick] [--trace FILE] [--only NAME] [--rows KIND] [--output FILE]";
 const REPLAY_SOURCES: usize = 1000;
 const REPLAY_BLOCKS_OF_SOURCE: usize = 4096;
 
@@ -28,6 +28,8 @@ struct Options {
     is_quick: bool,
     trace: PathBuf,
     only: Option<String>,
+    /// One of hashing, lookup, apply, memory, replay and snapshots.
+    rows: Option<String>,
     output: PathBuf,
     /// Of a child that measures memory: contender, what is held, holders.
     memory: Option<(String, String, usize)>,
@@ -38,6 +40,7 @@ fn options() -> Result<Options, String> {
         is_quick: false,
         trace: "../shared/traces/mooncake_fast25_conversation_trace.jsonl".into(),
         only: None,
+        rows: None,
         output: "results/bench-index.json".into(),
         memory: None,
     };
@@ -48,6 +51,7 @@ fn options() -> Result<Options, String> {
             "--quick" => options.is_quick = true,
             "--trace" => options.trace = value()?.into(),
             "--only" => options.only = Some(value()?),
+            "--rows" => options.rows = Some(value()?),
             "--output" => options.output = value()?.into(),
             "--memory" => {
                 let holders = value()?.parse().map_err(|error| format!("--memory: {error}"))?;
@@ -129,10 +133,63 @@ fn read_trace(options: &Options) -> Result<(Trace, Vec<Vec<load::Step>>), String
     Ok((trace, steps))
 }
 
-/// All rows of one contender.
+/// All rows of one contender, or those of one kind.
 fn contend<C: Contender>(options: &Options, scale: Scale, trace: Option<&(Trace, Vec<Vec<load::Step>>)>) -> Value {
-    let hashing = rows::hashing::<C>(scale);
-    println!("  hashing: {} MB/s, {} ns a block", hashing["mb_per_second"], hashing["ns_per_block"]);
+    let is_wanted = |kind: &str| options.rows.as_ref().is_none_or(|rows| rows == kind);
+    let mut result = Map::new();
+    if is_wanted("hashing") {
+        let hashing = rows::hashing::<C>(scale);
+        println!("  hashing: {} MB/s, {} ns a block", hashing["mb_per_second"], hashing["ns_per_block"]);
+        result.insert("hashing".to_owned(), hashing);
+    }
+    if is_wanted("lookup") {
+        result.insert("lookup".to_owned(), lookups::<C>(scale));
+    }
+    if is_wanted("apply") {
+        let apply = rows::apply::<C>(scale);
+        for name in ["events_of_1_block", "events_of_4_blocks"] {
+            let row = &apply[name];
+            println!("  {name}: {}/s, {} a CPU second", row["events_per_second"], row["events_per_cpu_second"]);
+        }
+        result.insert("apply".to_owned(), apply);
+    }
+    if is_wanted("memory") {
+        let mut memory = Map::new();
+        for held in ["unique", "trace"] {
+            for holders in [1, 8] {
+                if held == "trace" && trace.is_none() {
+                    continue;
+                }
+                let row = measure_memory(options, C::NAME, held, holders);
+                println!("  bytes a membership, {held}, {holders} holders: {}", row["bytes_per_membership"]);
+                memory.insert(format!("{held}_{holders}"), row);
+            }
+        }
+        result.insert("memory".to_owned(), memory.into());
+    }
+    if is_wanted("replay")
+        && let Some((trace, steps)) = trace
+    {
+        let row = rows::replay::<C>(trace, steps);
+        println!(
+            "  replay: {} operations/s, {} a CPU second, {} block operations/s, look-up p50 {} µs, p99 {} µs",
+            row["operations_per_second"],
+            row["operations_per_cpu_second"],
+            row["block_operations_per_second"],
+            row["p50_us"],
+            row["p99_us"]
+        );
+        result.insert("replay".to_owned(), row);
+    }
+    if is_wanted("snapshots") && C::IS_OWN {
+        let row = rows::snapshots();
+        println!("  snapshots: {row}");
+        result.insert("snapshots".to_owned(), row);
+    }
+    result.into()
+}
+
+fn lookups<C: Contender>(scale: Scale) -> Value {
     println!(
         "  {:<28} {:>9} {:>9}   {:>9} {:>9}   {:>11}",
         "look-up, µs", "idle p50", "p99", "busy p50", "p99", "+ hash p99"
@@ -153,41 +210,7 @@ fn contend<C: Contender>(options: &Options, scale: Scale, trace: Option<&(Trace,
             lookups.push(row);
         }
     }
-    let apply = rows::apply::<C>(scale);
-    for name in ["events_of_1_block", "events_of_4_blocks"] {
-        let row = &apply[name];
-        println!("  {name}: {}/s, {} a CPU second", row["events_per_second"], row["events_per_cpu_second"]);
-    }
-    let mut memory = Map::new();
-    for held in ["unique", "trace"] {
-        for holders in [1, 8] {
-            if held == "trace" && trace.is_none() {
-                continue;
-            }
-            let row = measure_memory(options, C::NAME, held, holders);
-            println!("  bytes a membership, {held}, {holders} holders: {}", row["bytes_per_membership"]);
-            memory.insert(format!("{held}_{holders}"), row);
-        }
-    }
-    let mut result = json!({ "hashing": hashing, "lookup": lookups, "apply": apply, "memory": memory });
-    if let Some((trace, steps)) = trace {
-        let row = rows::replay::<C>(trace, steps);
-        println!(
-            "  replay: {} operations/s, {} a CPU second, {} block operations/s, look-up p50 {} µs, p99 {} µs",
-            row["operations_per_second"],
-            row["operations_per_cpu_second"],
-            row["block_operations_per_second"],
-            row["p50_us"],
-            row["p99_us"]
-        );
-        result["replay"] = row;
-    }
-    if C::IS_OWN {
-        let row = rows::snapshots();
-        println!("  snapshots: {row}");
-        result["snapshots"] = row;
-    }
-    result
+    lookups.into()
 }
 
 /// In a process of its own, whose memory holds nothing else.
