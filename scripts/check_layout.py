@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": {"blocks", "index"},
     "text": set(),
     "dialect": {"errors"},
-    "twin": {"schedule", "ledger", "blocks"},
+    "twin": {"schedule", "index", "ledger", "blocks"},
     "telemetry": set(),
     "link": {"proto", "errors"},
     "history": {"proto", "errors", "blocks", "ledger", "telemetry"},

@@ -229,18 +229,19 @@ async fn a_prompt_goes_where_its_cache_is_until_promises_outweigh_it() {
     assert_eq!((SourceState::Exact, None, 1000), (other.source_state(), other.applied_sequence, other.uncached_tokens));
 
     let select = || wire::SelectRequest { model: MODEL.to_owned(), prompt: text(&prompt), ..Default::default() };
-    let mut chosen = Vec::new();
-    for _ in 0..9 {
+    let mut chosen: Vec<(String, String)> = Vec::new();
+    while chosen.last().is_none_or(|(uid, _)| uid == "worker-1") && chosen.len() < 200 {
         let selected = limited(client.select(select())).await.unwrap().into_inner();
         assert_eq!(1000, selected.token_ids.len());
         chosen.push((selected.target.unwrap().worker_uid, selected.reservation_id));
     }
-    let uids: Vec<&str> = chosen.iter().map(|(uid, _)| uid.as_str()).collect();
-    // Each promise weighs 8 uncached tokens and 128 to be generated: the ninth is cheaper where nothing is cached.
-    assert_eq!((vec!["worker-1"; 8], "worker-0"), (uids[..8].to_vec(), uids[8]));
-    assert_eq!(9, router.core().open_reservations());
+    // The cache saves 992 tokens of 1e-4 s at weight 3. Each promise takes 128 · 2e-4 s at weight 0.1 for decoding and, while
+    // the engine does not report it, 8e-4 s for 8 uncached tokens: 89 or some more until nothing cached is cheaper.
+    assert!((87..=120).contains(&chosen.len()), "{}", chosen.len());
+    assert_eq!(chosen.len(), router.core().open_reservations());
     let targets = limited(client.list_targets(wire::ListTargetsRequest {})).await.unwrap().into_inner().targets;
-    assert_eq!(vec![1128, 8 * 136], targets.iter().map(|target| target.reserved_tokens).collect::<Vec<_>>());
+    let expected = vec![1128, (chosen.len() as u64 - 1) * 136];
+    assert_eq!(expected, targets.iter().map(|target| target.reserved_tokens).collect::<Vec<_>>());
     for (_, id) in &chosen {
         for expected in [true, false] {
             let release = wire::ReleaseRequest { reservation_id: id.clone(), receipt: None };

@@ -153,7 +153,7 @@ impl RouterCore {
             control_plane_connected: false.into(),
             id_prefix: format!("{}-{started:x}{:04x}", settings.name, rand::random::<u16>()),
             next_request: 0.into(),
-            selector: Selector::new(index),
+            selector: Selector::new(index, settings.routing.pipeline.clone()),
             explanations: Explanations::new(settings.explained_requests),
             quarantine: Quarantine::default(),
             leases: Leases::default(),

@@ -9,7 +9,7 @@ use std::{
 use kvist_blocks::{Incarnation, Tier};
 use kvist_index::SourceState;
 use kvist_proto::events::v1::{self as wire, DecisionRecord, Receipt, TierMatch};
-use kvist_schedule::{POLICY_LEAST_TOKENS, TargetId};
+use kvist_schedule::{CostTerms, TargetId};
 use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
@@ -37,7 +37,10 @@ pub(crate) struct SeenCandidate {
     pub(crate) recent_blocks: u32,
     pub(crate) uncached_tokens: u64,
     pub(crate) promised_tokens: u64,
-    pub(crate) cost_tokens: Option<u64>,
+    /// Less is better; seconds where the scorer is `cost`. None when it was left out.
+    pub(crate) cost: Option<f64>,
+    /// The parts of the cost, where the scorer is `cost`.
+    pub(crate) terms: Option<CostTerms>,
     pub(crate) excluded: Option<&'static str>,
 }
 
@@ -59,6 +62,8 @@ pub(crate) struct SeenDecision {
     pub(crate) prompt_blocks: u32,
     pub(crate) block_size_tokens: u32,
     pub(crate) candidates: Vec<SeenCandidate>,
+    /// Scorers and picker that chose.
+    pub(crate) policy: Arc<str>,
     pub(crate) chosen: Option<usize>,
     pub(crate) chosen_incarnation: Option<Incarnation>,
     pub(crate) attempt: u32,
@@ -82,7 +87,7 @@ impl SeenDecision {
             block_size_tokens: self.block_size_tokens,
             candidates: self.candidates.iter().map(SeenCandidate::to_wire).collect(),
             chosen_candidate: self.chosen.and_then(|position| u32::try_from(position).ok()),
-            policy: POLICY_LEAST_TOKENS.to_owned(),
+            policy: self.policy.to_string(),
             attempt: self.attempt,
             decision_duration: to_wire_duration(self.duration),
             receipt: ending.and_then(|ending| ending.receipt),
@@ -103,8 +108,6 @@ impl SeenCandidate {
     }
 
     fn to_wire(&self) -> wire::Candidate {
-        #[expect(clippy::cast_precision_loss, reason = "a cost is compared before it is converted")]
-        let cost = self.cost_tokens.unwrap_or(0) as f64;
         let claim = self.claim.as_ref();
         let matches = claim.map(|claim| {
             let tiers = Tier::ALL.into_iter().zip(claim.tier_blocks);
@@ -120,9 +123,18 @@ impl SeenCandidate {
             matches: matches.unwrap_or_default(),
             uncached_tokens: u32::try_from(self.uncached_tokens).unwrap_or(u32::MAX),
             promised_tokens: self.promised_tokens,
-            cost,
+            cost: self.cost.unwrap_or(0.0),
             filtered_reason: self.excluded.unwrap_or_default().to_owned(),
             recent_blocks: self.recent_blocks,
+            cost_terms: self.terms.map(|terms| wire::CostTerms {
+                queue_seconds: terms.queue,
+                prefill_seconds: terms.prefill,
+                transfer_seconds: terms.transfer,
+                displacement_seconds: terms.displacement,
+                decode_seconds: terms.decode,
+                pressure_seconds: terms.pressure,
+                assumed_cached_tokens: u32::try_from(terms.assumed_cached_tokens).unwrap_or(u32::MAX),
+            }),
         }
     }
 }
@@ -202,6 +214,7 @@ mod tests {
             prompt_blocks: 0,
             block_size_tokens: 16,
             candidates: Vec::new(),
+            policy: "cost, max".into(),
             chosen: None,
             chosen_incarnation: None,
             attempt,

@@ -20,6 +20,7 @@ mod maintenance;
 mod metrics;
 mod quarantine;
 mod record;
+mod routing;
 mod select;
 mod server;
 mod service;
@@ -36,6 +37,7 @@ pub use generate::{
 pub use keys::{ApiKeys, Caller};
 pub use maintenance::maintain;
 pub use record::record_failure;
+pub use routing::RoutingSettings;
 pub use server::GrpcServer;
 pub use settings::RouterSettings;
 

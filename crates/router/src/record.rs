@@ -7,7 +7,6 @@ use std::{
 
 use kvist_errors::Code;
 use kvist_proto::events::v1::Receipt;
-use kvist_schedule::POLICY_LEAST_TOKENS;
 use kvist_telemetry::{RequestLine, names};
 
 use crate::{
@@ -202,7 +201,7 @@ impl Drop for RequestRecord {
             model: self.model.to_string(),
             worker: chosen.map(|seen| seen.target.worker.to_string()),
             rank: chosen.map(|seen| seen.target.rank.0),
-            policy: chosen.map(|_| POLICY_LEAST_TOKENS.to_owned()),
+            policy: chosen.and(self.decision.as_ref()).map(|decision| decision.policy.to_string()),
             attempts: self.attempts,
             prompt_blocks: self.decision.as_ref().map(|decision| u64::from(decision.prompt_blocks)),
             matched_blocks: matched,

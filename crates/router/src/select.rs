@@ -5,11 +5,16 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use arc_swap::ArcSwap;
 use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
 use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
 use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
-use kvist_schedule::{Candidate, ReservationId, Reservations, TargetId, TargetPromise, decide};
+use kvist_proto::events::v1::LoadReport;
+use kvist_schedule::{
+    Book, Candidate, Draws, EngineReport, Load, Pipeline, Request, ReservationId, TargetId, TargetPromise,
+    cached_prompt, expected_output_tokens, recent_is_valid_for,
+};
 use kvist_text::ModelText;
 use parking_lot::Mutex;
 
@@ -19,22 +24,6 @@ use crate::{
     generate::GenerateInput,
     target::WorkerNode,
 };
-
-/// A load report that is older says nothing of the present.
-const LOAD_VALID_FOR: Duration = Duration::from_secs(5);
-
-/// Tokens that a request of unknown length is expected to generate.
-const EXPECTED_COMPLETION_TOKENS: u64 = 128;
-
-/// Most tokens that a request is expected to generate, whatever it asks for: most answers end long before their limit.
-const MOST_EXPECTED_COMPLETION_TOKENS: u64 = 256;
-
-/// How long a decision stands for blocks that an exact index does not show: about the time that a prompt waits and is
-/// computed. After that the index is right.
-const RECENT_BESIDE_EXACT: Duration = Duration::from_secs(10);
-
-/// How long it does so while the index does not speak for the present, as when the event plane is down.
-const RECENT_WITHOUT_EXACT: Duration = Duration::from_secs(120);
 
 /// Bounds the memory of recent decisions: about 1,500 prompts of 100,000 tokens, or 20,000 of 200; some 20 MB.
 const MOST_RECENT_MARKS: usize = 200_000;
@@ -117,21 +106,20 @@ pub(crate) struct Placement {
 /// A promise that ends when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Reservation {
-    book: Arc<Mutex<Reservations>>,
+    book: Arc<Mutex<Book>>,
     id: ReservationId,
-    after_prefill: u64,
 }
 
 impl Reservation {
     /// The prompt has been computed; what is left is the answer.
     pub(crate) fn prefilled(&self) {
-        self.book.lock().reduce(self.id, self.after_prefill);
+        self.book.lock().reservations.prefilled(self.id);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.book.lock().release(self.id);
+        self.book.lock().reservations.release(self.id);
     }
 }
 
@@ -139,9 +127,10 @@ impl Drop for Reservation {
 #[derive(Debug)]
 pub(crate) struct Selector {
     pub(crate) index: Arc<Index>,
-    book: Arc<Mutex<Reservations>>,
+    pipeline: ArcSwap<Pipeline>,
+    book: Arc<Mutex<Book>>,
     recent: Mutex<RecentDecisions>,
-    /// From which `recent` counts time.
+    /// From which `recent` and `book` count time.
     started: Instant,
 }
 
@@ -157,7 +146,7 @@ struct Matches {
 impl Matches {
     /// Blocks that recent decisions have sent to a target; how old a decision may be depends on what the index knows.
     fn recent_blocks(&self, node: &WorkerNode, target: &TargetId, is_exact: bool) -> usize {
-        let valid_for = if is_exact { RECENT_BESIDE_EXACT } else { RECENT_WITHOUT_EXACT };
+        let valid_for = recent_is_valid_for(is_exact);
         let is_of_target = |overlap: &&RecentOverlap| {
             let Holder { source, incarnation } = &*overlap.holder;
             source.worker == target.worker && source.rank == target.rank && *incarnation == node.incarnation
@@ -168,19 +157,20 @@ impl Matches {
 }
 
 impl Selector {
-    pub(crate) fn new(index: Arc<Index>) -> Self {
-        let recent = Mutex::new(RecentDecisions::new(MOST_RECENT_MARKS, RECENT_WITHOUT_EXACT));
-        Self { index, book: Arc::default(), recent, started: Instant::now() }
+    pub(crate) fn new(index: Arc<Index>, pipeline: Pipeline) -> Self {
+        let recent = Mutex::new(RecentDecisions::new(MOST_RECENT_MARKS, recent_is_valid_for(false)));
+        let pipeline = ArcSwap::from_pointee(pipeline);
+        Self { index, pipeline, book: Arc::default(), recent, started: Instant::now() }
     }
 
     /// Open reservations and their tokens at a target.
     pub(crate) fn promise(&self, target: &TargetId) -> TargetPromise {
-        self.book.lock().of(target)
+        self.book.lock().reservations.of(target)
     }
 
     /// Open reservations.
     pub(crate) fn open_reservations(&self) -> usize {
-        self.book.lock().len()
+        self.book.lock().reservations.len()
     }
 
     /// Chooses a target; with `reserve` it also promises it the work, under one lock. The decision is returned in any
@@ -200,22 +190,23 @@ impl Selector {
         let mut candidates = Vec::with_capacity(model.workers.len());
         let mut seen = Vec::with_capacity(model.workers.len());
         let mut nodes = Vec::with_capacity(model.workers.len());
-        let mut loads = Vec::with_capacity(model.workers.len());
+        let mut reports = Vec::with_capacity(model.workers.len());
         let mut missing_field = None;
         for node in &model.workers {
-            let mut excluded = node.excluded().or_else(|| text_differs(node, demand));
+            let unavailable = node.excluded().or_else(|| text_differs(node, demand));
             let description = node.description();
-            if excluded.is_none()
-                && let Some(description) = &description
-            {
+            let mut unsuitable = None;
+            let mut most_running = None;
+            if let Some(description) = &description {
                 let limits = description.limits.unwrap_or_default();
+                most_running = (limits.max_running_requests > 0).then_some(u64::from(limits.max_running_requests));
                 let missing =
                     demand.needs.missing(&description.capabilities.unwrap_or_default(), limits.max_top_logprobs);
                 if let Some(field) = missing {
-                    missing_field = Some(field);
-                    excluded = Some("lacks_capability");
+                    missing_field = missing_field.or_else(|| unavailable.is_none().then_some(field));
+                    unsuitable = Some("lacks_capability");
                 } else if limits.context_tokens > 0 && prompt_tokens >= limits.context_tokens as usize {
-                    excluded = Some("context_too_short");
+                    unsuitable = Some("context_too_short");
                 }
             }
             let (namespace, block_size) = (node.entry.namespace.as_str(), node.block_size());
@@ -231,18 +222,13 @@ impl Selector {
                     .get(position)
                     .and_then(|(_, _, matches)| matches.overlaps.as_ref()?.get(&target.worker, target.rank))
                     .filter(|overlap| overlap.incarnation == node.incarnation);
-                let matched = overlap.map_or(0, |overlap| (overlap.matched_blocks as usize).min(usable));
                 let is_exact = overlap.is_some_and(|overlap| overlap.state.is_exact());
                 let recent = lookups
                     .get(position)
                     .map_or(0, |(_, _, matches)| matches.recent_blocks(node, &target, is_exact).min(usable));
-                let load = node
-                    .connection
-                    .as_ref()
-                    .and_then(|connection| connection.link.load(rank))
-                    .filter(|load| load.received_at.elapsed() < LOAD_VALID_FOR)
-                    .map(|load| load.report);
-                let excluded = excluded.or_else(|| if tried.contains(&target) { Some("already_tried") } else { None });
+                let load = node.connection.as_ref().and_then(|connection| connection.link.load(rank));
+                let report = load
+                    .map(|load| engine_report(&load.report, load.received_at.saturating_duration_since(self.started)));
                 seen.push(SeenCandidate {
                     target: target.clone(),
                     claim: overlap.map(|overlap| Claim {
@@ -255,45 +241,45 @@ impl Selector {
                     recent_blocks: to_u32(recent),
                     uncached_tokens: 0,
                     promised_tokens: 0,
-                    cost_tokens: None,
-                    excluded,
+                    cost: None,
+                    terms: None,
+                    excluded: None,
                 });
+                let tried = tried.contains(&target).then_some("already_tried");
                 candidates.push(Candidate {
-                    target,
-                    uncached_tokens: (prompt_tokens - matched.max(recent) * block_size) as u64,
-                    promised_tokens: 0,
-                    active_requests: load
-                        .map_or(0, |load| u64::from(load.running_requests) + u64::from(load.waiting_requests)),
-                    excluded,
+                    unavailable: unavailable.or(tried),
+                    unsuitable,
+                    cached: cached_prompt(overlap, recent, usable, block_size),
+                    block_size_tokens: block_size as u64,
+                    most_running,
+                    ..Candidate::new(target)
                 });
                 nodes.push((node, rank));
-                loads.push(load.map(|load| load.outstanding_prefill_tokens));
+                reports.push(report);
             }
         }
-        let expected_completion =
-            demand.max_tokens.map_or(EXPECTED_COMPLETION_TOKENS, u64::from).min(MOST_EXPECTED_COMPLETION_TOKENS);
-        let mut reservation = None;
-        let decision = {
+        let request = Request {
+            prompt_tokens: prompt_tokens as u64,
+            expected_output_tokens: expected_output_tokens(demand.max_tokens),
+            ..Request::default()
+        };
+        let pipeline = self.pipeline.load();
+        let now = self.started.elapsed();
+        let (decision, reservation) = {
             // Decided and promised under one lock: two requests at once do not both see an idle target.
             let mut book = self.book.lock();
-            for (candidate, outstanding) in candidates.iter_mut().zip(&loads) {
-                candidate.promised_tokens = book.promised_tokens(&candidate.target, *outstanding);
-                candidate.active_requests = candidate.active_requests.max(book.of(&candidate.target).count);
+            for (candidate, report) in candidates.iter_mut().zip(&reports) {
+                book.describe(now, candidate, report.as_ref());
             }
-            let decision = decide(candidates, rand::random());
-            if reserve && let Some(chosen) = decision.chosen.and_then(|chosen| decision.scored.get(chosen)) {
-                let tokens = chosen.candidate.uncached_tokens + expected_completion;
-                let id = book.reserve(chosen.candidate.target.clone(), tokens);
-                reservation = Some((id, expected_completion));
-            }
-            decision
+            book.decide(now, &pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve)
         };
-        let reservation =
-            reservation.map(|(id, after_prefill)| Reservation { book: Arc::clone(&self.book), id, after_prefill });
-        for (seen, scored) in seen.iter_mut().zip(&decision.scored) {
-            seen.uncached_tokens = scored.candidate.uncached_tokens;
-            seen.promised_tokens = scored.candidate.promised_tokens;
-            seen.cost_tokens = scored.cost_tokens;
+        let reservation = reservation.map(|id| Reservation { book: Arc::clone(&self.book), id });
+        for ((seen, candidate), verdict) in seen.iter_mut().zip(&candidates).zip(&decision.verdicts) {
+            seen.uncached_tokens = candidate.uncached_tokens(&request);
+            seen.promised_tokens = candidate.outstanding_tokens.unwrap_or(candidate.promise.prefill_tokens);
+            seen.cost = verdict.score.map(|score| -score.preference);
+            seen.terms = verdict.terms;
+            seen.excluded = verdict.filtered;
         }
         let chosen_node = decision.chosen.and_then(|chosen| nodes.get(chosen));
         let block_size = chosen_node.or(nodes.first()).map_or(0, |(node, _)| node.block_size());
@@ -305,6 +291,7 @@ impl Selector {
             prompt_blocks: to_u32(usable_blocks(prompt_tokens, block_size)),
             block_size_tokens: to_u32(block_size),
             candidates: seen,
+            policy: pipeline.summary().into(),
             chosen: decision.chosen,
             chosen_incarnation: chosen_node.map(|(node, _)| node.incarnation),
             attempt,
@@ -351,6 +338,22 @@ impl Selector {
             let holder = Holder { source, incarnation: node.incarnation };
             self.recent.lock().note(self.started.elapsed(), holder, &matches.hashes);
         }
+    }
+}
+
+fn engine_report(report: &LoadReport, received_at: Duration) -> EngineReport {
+    let blocks = (report.total_blocks > 0).then_some(report.total_blocks);
+    let load = Load {
+        running: u64::from(report.running_requests),
+        waiting: u64::from(report.waiting_requests),
+        kv_usage: blocks.map(|blocks| report.used_blocks as f64 / blocks as f64),
+        kv_blocks: blocks,
+    };
+    EngineReport {
+        received_at,
+        load,
+        outstanding_prefill_tokens: report.outstanding_prefill_tokens,
+        prefill_tokens_per_second: report.prefill_tokens_per_second,
     }
 }
 

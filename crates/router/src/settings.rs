@@ -6,6 +6,8 @@ use kvist_errors::{Code, KvistError};
 use kvist_events::{BusSettings, EventsError};
 use serde::Deserialize;
 
+use crate::routing::RoutingSettings;
+
 /// Settings of a router, as JSON.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -45,6 +47,8 @@ pub struct RouterSettings {
     pub explained_requests: usize,
     /// Tokens that wait for a slow client, for each request; more end it.
     pub request_buffer_tokens: usize,
+    /// How targets are chosen: `{preset, filters, scorers, picker}`.
+    pub routing: RoutingSettings,
 }
 
 impl Default for RouterSettings {
@@ -67,6 +71,7 @@ impl Default for RouterSettings {
             text_threads: 0,
             explained_requests: 10_000,
             request_buffer_tokens: 16_384,
+            routing: RoutingSettings::default(),
         }
     }
 }
@@ -134,6 +139,8 @@ mod tests {
             (r#"{"nam":"r1"}"#, "nam"),
             (r#"{"name":"a b"}"#, "name"),
             (r#"{"default_deadline_ms":0}"#, "default_deadline_ms"),
+            (r#"{"routing":{"picker":{"algorithm":"round_robin"}}}"#, "unknown picker \"round_robin\""),
+            (r#"{"routing":{"scorer":{"algorithm":"nosuch"}}}"#, "kv_least_loaded, least_loaded"),
         ] {
             assert!(RouterSettings::from_json(json).unwrap_err().message.contains(word));
         }

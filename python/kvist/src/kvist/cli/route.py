@@ -66,11 +66,29 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
                 str(candidate.recent_blocks),
                 str(candidate.uncached_tokens),
                 str(candidate.promised_tokens),
-                f"{candidate.cost:.0f}",
+                *cost_columns(candidate),
                 candidate.filtered_reason,
             )
         )
-    print_table(("", "worker", "source", "matched blocks", "recent", "uncached", "promised", "cost", "left out"), rows)
+    header = ("", "worker", "source", "matched blocks", "recent", "uncached", "queued", "queue", "prefill", "others")
+    print_table((*header, "cost (ms)", "left out"), rows)
     if decision.outcome:
         receipt = decision.receipt
         typer.echo(f"outcome {decision.outcome}: {receipt.cached_tokens} of {receipt.prompt_tokens} tokens cached")
+
+
+def cost_columns(candidate: events_pb2.Candidate) -> tuple[str, str, str, str]:
+    """Queue, prefill (transfer included), what is taken from others, and all of it, in milliseconds."""
+    if candidate.filtered_reason:
+        return "", "", "", ""
+    if not candidate.HasField("cost_terms"):
+        return "", "", "", f"{candidate.cost:g} (score)"
+    terms = candidate.cost_terms
+    parts = (
+        terms.queue_seconds,
+        terms.prefill_seconds + terms.transfer_seconds,
+        terms.displacement_seconds + terms.decode_seconds + terms.pressure_seconds,
+        candidate.cost,
+    )
+    queue, prefill, others, cost = (f"{1000 * seconds:.1f}" for seconds in parts)
+    return queue, prefill, others, cost

@@ -600,7 +600,7 @@ class DecisionRecord(_message.Message):
     chosen_candidate: _builtins.int
     """Position of the chosen one in `candidates`; absent when none could be chosen."""
     policy: _builtins.str
-    """The rule that chose, such as `least_uncached_and_promised_tokens`."""
+    """The rule that chose, such as `cost, max`: its scorers and its picker."""
     attempt: _builtins.int
     """1 for the first decision of a request, 2 for its retry."""
     outcome: _builtins.str
@@ -670,6 +670,7 @@ class Candidate(_message.Message):
     COST_FIELD_NUMBER: _builtins.int
     FILTERED_REASON_FIELD_NUMBER: _builtins.int
     RECENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    COST_TERMS_FIELD_NUMBER: _builtins.int
     worker_uid: _builtins.str
     """UID of the worker."""
     rank: _builtins.int
@@ -683,9 +684,9 @@ class Candidate(_message.Message):
     uncached_tokens: _builtins.int
     """Prompt tokens that would have to be computed."""
     promised_tokens: _builtins.int
-    """Tokens already promised to the target and not yet finished."""
+    """Prompt tokens that were sent to the target before, by all routers, and are not yet computed."""
     cost: _builtins.float
-    """The number that was compared; smaller is better. Unit: tokens for `least_uncached_and_promised_tokens`."""
+    """The number that was compared; smaller is better. Unit: seconds where the scorer is `cost`."""
     filtered_reason: _builtins.str
     """Set when the target was left out; for example `draining`, `connection_lost`, `already_tried`."""
     recent_blocks: _builtins.int
@@ -695,6 +696,10 @@ class Candidate(_message.Message):
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierMatch]:
         """Blocks matched for each tier."""
+
+    @_builtins.property
+    def cost_terms(self) -> Global___CostTerms:
+        """The parts of `cost`; absent when the target was left out, and with other scorers."""
 
     def __init__(
         self,
@@ -710,16 +715,63 @@ class Candidate(_message.Message):
         cost: _builtins.float = ...,
         filtered_reason: _builtins.str = ...,
         recent_blocks: _builtins.int = ...,
+        cost_terms: Global___CostTerms | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence", "cost_terms", b"cost_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence", "cost", b"cost", "filtered_reason", b"filtered_reason", "incarnation", b"incarnation", "matches", b"matches", "promised_tokens", b"promised_tokens", "rank", b"rank", "recent_blocks", b"recent_blocks", "source_state", b"source_state", "uncached_tokens", b"uncached_tokens", "worker_uid", b"worker_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence", "applied_sequence", b"applied_sequence", "cost", b"cost", "cost_terms", b"cost_terms", "filtered_reason", b"filtered_reason", "incarnation", b"incarnation", "matches", b"matches", "promised_tokens", b"promised_tokens", "rank", b"rank", "recent_blocks", b"recent_blocks", "source_state", b"source_state", "uncached_tokens", b"uncached_tokens", "worker_uid", b"worker_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__applied_sequence: _TypeAlias = _typing.Literal["applied_sequence"]  # noqa: Y015
     _WhichOneofArgType__applied_sequence: _TypeAlias = _typing.Literal["_applied_sequence", b"_applied_sequence"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__applied_sequence) -> _WhichOneofReturnType__applied_sequence | None: ...
 
 Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class CostTerms(_message.Message):
+    """The parts of a cost, in seconds; together they are the cost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    DISPLACEMENT_SECONDS_FIELD_NUMBER: _builtins.int
+    DECODE_SECONDS_FIELD_NUMBER: _builtins.int
+    PRESSURE_SECONDS_FIELD_NUMBER: _builtins.int
+    ASSUMED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    queue_seconds: _builtins.float
+    """Until everything that was sent there before is computed."""
+    prefill_seconds: _builtins.float
+    """To compute the uncached tokens."""
+    transfer_seconds: _builtins.float
+    """To bring cached blocks from lower tiers."""
+    displacement_seconds: _builtins.float
+    """What computing the uncached tokens takes from other requests: those behind, and those whose blocks are evicted."""
+    decode_seconds: _builtins.float
+    """By how much this request and the running ones slow each other's decoding."""
+    pressure_seconds: _builtins.float
+    """Barrier of a KV pool that fills up; infinite when the request does not fit."""
+    assumed_cached_tokens: _builtins.int
+    """Prompt tokens taken to be cached: what is known, or what is usual where nothing is known."""
+    def __init__(
+        self,
+        *,
+        queue_seconds: _builtins.float = ...,
+        prefill_seconds: _builtins.float = ...,
+        transfer_seconds: _builtins.float = ...,
+        displacement_seconds: _builtins.float = ...,
+        decode_seconds: _builtins.float = ...,
+        pressure_seconds: _builtins.float = ...,
+        assumed_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed_cached_tokens", b"assumed_cached_tokens", "decode_seconds", b"decode_seconds", "displacement_seconds", b"displacement_seconds", "prefill_seconds", b"prefill_seconds", "pressure_seconds", b"pressure_seconds", "queue_seconds", b"queue_seconds", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostTerms: _TypeAlias = CostTerms  # noqa: Y015
 
 @_typing.final
 class TierMatch(_message.Message):

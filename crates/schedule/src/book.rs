@@ -1,0 +1,122 @@
+//! What decisions read and write: reservations, rates, and what scorers remember. One router has one book, behind one
+//! lock, so that a choice and its reservation are one step.
+
+use std::time::Duration;
+
+use crate::{
+    Candidate, Decision, Draws, Load, Memory, OutstandingReport, Pipeline, RateBook, Request, ReservationId,
+    Reservations, Work,
+};
+
+/// The time in which a request reaches its engine and the engine's report of it comes back, generously: work that was
+/// promised later is taken to be missing in a report.
+const REPORT_LAG: Duration = Duration::from_millis(250);
+
+/// A report that is older says nothing of the present.
+const REPORT_VALID_FOR: Duration = Duration::from_secs(5);
+
+/// Tokens that a request of unknown length is expected to generate.
+const EXPECTED_OUTPUT_TOKENS: u64 = 128;
+
+/// Most tokens that a request is expected to generate, whatever it asks for: most answers end long before their limit.
+const MOST_EXPECTED_OUTPUT_TOKENS: u64 = 256;
+
+/// Tokens that a request is expected to generate.
+#[must_use]
+pub fn expected_output_tokens(most: Option<u32>) -> u64 {
+    most.map_or(EXPECTED_OUTPUT_TOKENS, u64::from).min(MOST_EXPECTED_OUTPUT_TOKENS)
+}
+
+/// What an engine last said of itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EngineReport {
+    /// When it arrived.
+    pub received_at: Duration,
+    /// Requests and KV pool.
+    pub load: Load,
+    /// Prompt tokens accepted and not yet computed, of all routers.
+    pub outstanding_prefill_tokens: u64,
+    /// Its own estimate; none before there is one.
+    pub prefill_tokens_per_second: Option<f64>,
+}
+
+/// The book of one router. Times are durations since any fixed moment, and never go back.
+#[derive(Debug, Default)]
+pub struct Book {
+    /// What was promised.
+    pub reservations: Reservations,
+    /// How fast targets are.
+    pub rates: RateBook,
+    memory: Memory,
+}
+
+impl Book {
+    /// States in a candidate what is known of its load at this moment. A report that is too old does not count.
+    pub fn describe(&mut self, now: Duration, candidate: &mut Candidate, report: Option<&EngineReport>) {
+        candidate.promise = self.reservations.of(&candidate.target);
+        let report = report.filter(|report| now.saturating_sub(report.received_at) < REPORT_VALID_FOR);
+        let tokens_per_second = report.and_then(|report| report.prefill_tokens_per_second);
+        if let (Some(report), Some(tokens_per_second)) = (report, tokens_per_second) {
+            self.rates.report(report.received_at, &candidate.target, tokens_per_second);
+        }
+        candidate.rates = self.rates.of(now, &candidate.target);
+        candidate.load = report.map(|report| report.load);
+        candidate.outstanding_tokens = report.map(|report| {
+            let outstanding = OutstandingReport {
+                tokens: report.outstanding_prefill_tokens,
+                received_at: report.received_at,
+                computed_since: candidate.rates.tokens_in(now.saturating_sub(report.received_at)),
+            };
+            self.reservations.outstanding_tokens(&candidate.target, outstanding, REPORT_LAG)
+        });
+    }
+
+    /// Chooses a target, and with `reserve` promises it the work.
+    pub fn decide(
+        &mut self,
+        now: Duration,
+        pipeline: &Pipeline,
+        request: &Request,
+        candidates: &[Candidate],
+        draws: &mut Draws,
+        reserve: bool,
+    ) -> (Decision, Option<ReservationId>) {
+        let decision = pipeline.decide(request, candidates, &self.memory, draws);
+        let chosen = decision.chosen.and_then(|chosen| candidates.get(chosen)).filter(|_| reserve);
+        let reservation = chosen.map(|chosen| {
+            pipeline.picked(request, candidates, &decision, &mut self.memory);
+            let work =
+                Work { prefill_tokens: chosen.uncached_tokens(request), decode_tokens: request.expected_output_tokens };
+            self.reservations.reserve(now, chosen.target.clone(), work)
+        });
+        (decision, reservation)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvist_blocks::Rank;
+
+    use super::*;
+    use crate::TargetId;
+
+    #[test]
+    fn a_report_counts_for_five_seconds_and_what_it_lacks_is_added() {
+        let target = TargetId { worker: "w".into(), rank: Rank(0) };
+        let seconds = Duration::from_secs_f64;
+        let mut book = Book::default();
+        book.reservations.reserve(seconds(9.9), target.clone(), Work { prefill_tokens: 700, decode_tokens: 1 });
+        let report = EngineReport {
+            received_at: seconds(10.0),
+            load: Load { running: 3, ..Load::default() },
+            outstanding_prefill_tokens: 2000,
+            prefill_tokens_per_second: None,
+        };
+        let mut candidate = Candidate::new(target);
+        // 1,000 of the reported are computed in 0.1 s.
+        book.describe(seconds(10.1), &mut candidate, Some(&report));
+        assert_eq!((Some(1700), 3), (candidate.outstanding_tokens, candidate.active_requests()));
+        book.describe(seconds(15.0), &mut candidate, Some(&report));
+        assert_eq!((None, None, 1), (candidate.load, candidate.outstanding_tokens, candidate.active_requests()));
+    }
+}
