@@ -236,8 +236,8 @@ async fn a_prompt_goes_where_its_cache_is_until_promises_outweigh_it() {
         chosen.push((selected.target.unwrap().worker_uid, selected.reservation_id));
     }
     // The cache saves 992 tokens of 1e-4 s at weight 3. Each promise takes 128 · 2e-4 s at weight 0.1 for decoding and, while
-    // the engine does not report it, 8e-4 s for 8 uncached tokens: 89 or some more until nothing cached is cheaper.
-    assert!((87..=120).contains(&chosen.len()), "{}", chosen.len());
+    // the engine does not report it, 8e-4 s for 8 uncached tokens: 89 or some more until nothing cached is cheaper, and some less as 5 % make no difference.
+    assert!((84..=120).contains(&chosen.len()), "{}", chosen.len());
     assert_eq!(chosen.len(), router.core().open_reservations());
     let targets = limited(client.list_targets(wire::ListTargetsRequest {})).await.unwrap().into_inner().targets;
     let expected = vec![1128, (chosen.len() as u64 - 1) * 136];

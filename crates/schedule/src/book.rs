@@ -4,13 +4,13 @@
 use std::time::Duration;
 
 use crate::{
-    Candidate, Decision, Draws, Load, Memory, OutstandingReport, Pipeline, RateBook, Request, ReservationId,
+    Candidate, Decision, Draws, Load, Memory, OutstandingReport, Pipeline, RateBook, Rates, Request, ReservationId,
     Reservations, Work,
 };
 
 /// The time in which a request reaches its engine and the engine's report of it comes back, generously: work that was
 /// promised later is taken to be missing in a report.
-const REPORT_LAG: Duration = Duration::from_millis(250);
+const REPORT_LAG: Duration = Duration::from_millis(100);
 
 /// A report that is older says nothing of the present.
 const REPORT_VALID_FOR: Duration = Duration::from_secs(5);
@@ -51,6 +51,12 @@ pub struct Book {
 }
 
 impl Book {
+    /// An empty book of targets that work at `prior` as far as they do not say otherwise.
+    #[must_use]
+    pub fn new(prior: Rates) -> Self {
+        Self { rates: RateBook::new(prior), ..Self::default() }
+    }
+
     /// States in a candidate what is known of its load at this moment. A report that is too old does not count.
     pub fn describe(&mut self, now: Duration, candidate: &mut Candidate, report: Option<&EngineReport>) {
         candidate.promise = self.reservations.of(&candidate.target);

@@ -278,7 +278,17 @@ pub const ALGORITHMS: &[Algorithm] = &[
         "max",
         Values::Own,
         "The best; one at random of those within epsilon of it, so that routers which see the same do not all choose alike.",
-        &[parameter("epsilon", 0.0, 0.0, INFINITE, "In the unit of the score: seconds for `cost`.")],
+        &[
+            parameter("epsilon", 0.0, 0.0, INFINITE, "In the unit of the score: seconds for `cost`."),
+            parameter(
+                "epsilonShare",
+                0.0,
+                0.0,
+                1.0,
+                "The same as a share of the best score; the larger of both counts.",
+            ),
+            parameter("epsilonMost", INFINITE, 0.0, INFINITE, "Most that epsilonShare comes to, in the unit of the score."),
+        ],
     ),
     algorithm(
         Stage::Picker,

@@ -106,6 +106,13 @@ pub struct PipelineConfig {
 /// Targets whose costs differ by less are equal by default. Far below what one cached block is worth.
 pub(crate) const EPSILON_SECONDS: f64 = 0.000_5;
 
+/// The same as a share of the best cost: what predictions are off by anyway. Routers that see the same then choose
+/// differently where little depends on it; where a cache makes a target cheap, the margin is as small.
+pub(crate) const EPSILON_SHARE: f64 = 0.05;
+
+/// Most of that share: a long prompt is no reason to wait noticeably longer.
+pub(crate) const EPSILON_MOST_SECONDS: f64 = 0.1;
+
 /// Names of presets.
 pub const PRESETS: [&str; 2] = ["kvist", "foretoken"];
 
@@ -114,7 +121,10 @@ impl Default for PipelineConfig {
         Self {
             filters: vec![Step::new("capability"), Step::new("breaker")],
             scorers: vec![Step::new("cost")],
-            picker: Step::new("max").with("epsilon", EPSILON_SECONDS),
+            picker: Step::new("max")
+                .with("epsilon", EPSILON_SECONDS)
+                .with("epsilonShare", EPSILON_SHARE)
+                .with("epsilonMost", EPSILON_MOST_SECONDS),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use crate::{
     Candidate, ConfigError, CostParameters, CostTerms, Draws, PipelineConfig, Request, Round, Score,
     catalogue::Stage,
-    config::EPSILON_SECONDS,
+    config::{EPSILON_MOST_SECONDS, EPSILON_SECONDS, EPSILON_SHARE},
     scorers::{Memory, Scorer},
 };
 
@@ -22,7 +22,7 @@ enum Filter {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Picker {
-    Max { epsilon: f64 },
+    Max { epsilon: f64, share: f64, most: f64 },
     GambleSampling,
     PowerOfTwoChoices,
     Softmax { temperature: f64 },
@@ -125,7 +125,7 @@ impl Pipeline {
         }
         let (algorithm, values) = config.picker.resolve(Stage::Picker)?;
         let picker = match (algorithm.name, values.as_slice()) {
-            ("max", &[epsilon]) => Picker::Max { epsilon },
+            ("max", &[epsilon, share, most]) => Picker::Max { epsilon, share, most },
             ("gamble_sampling", _) => Picker::GambleSampling,
             ("power_of_two_choices", _) => Picker::PowerOfTwoChoices,
             ("softmax", &[temperature]) => Picker::Softmax { temperature },
@@ -146,7 +146,7 @@ impl Pipeline {
             summary,
             filters: vec![Filter::Capability, Filter::Breaker],
             scorers: vec![(Scorer::Cost(CostParameters::default()), 1.0)],
-            picker: Picker::Max { epsilon: EPSILON_SECONDS },
+            picker: Picker::Max { epsilon: EPSILON_SECONDS, share: EPSILON_SHARE, most: EPSILON_MOST_SECONDS },
         }
     }
 
@@ -271,7 +271,8 @@ impl Picker {
     fn pick(self, scores: &[Score], draws: &mut Draws) -> Option<usize> {
         let best = scores.iter().max_by(|left, right| left.compare(right))?;
         match self {
-            Self::Max { epsilon } => {
+            Self::Max { epsilon, share, most } => {
+                let epsilon = epsilon.max((share * best.preference.abs()).min(most));
                 let near: Vec<usize> =
                     (0..scores.len()).filter(|position| scores[*position].is_within(epsilon, best)).collect();
                 near.get(draws.below(near.len())).copied()

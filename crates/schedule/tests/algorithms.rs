@@ -428,6 +428,11 @@ fn power_of_two_choices_never_takes_the_worst_and_max_always_the_best() {
     assert_eq!(vec![0.0, 0.0], share(Step::new("max"), &[0.9, 0.1, 0.8])[1..].to_vec());
     assert_near(&[0.5, 0.0, 0.5], &share(Step::new("max"), &[0.9, 0.1, 0.9]));
     assert_near(&[0.5, 0.0, 0.5], &share(Step::new("max").with("epsilon", 0.1), &[0.9, 0.1, 0.82]));
+    let by_share = |share_of_best: f64| share(Step::new("max").with("epsilonShare", share_of_best), &[0.8, 0.1, 0.75]);
+    assert_near(&[0.5, 0.0, 0.5], &by_share(0.07));
+    assert_near(&[1.0, 0.0, 0.0], &by_share(0.06));
+    let bounded = Step::new("max").with("epsilonShare", 0.5).with("epsilonMost", 0.04);
+    assert_near(&[1.0, 0.0, 0.0], &share(bounded, &[0.8, 0.1, 0.75]));
 }
 
 #[test]

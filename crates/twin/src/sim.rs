@@ -187,6 +187,7 @@ struct Running {
     /// Nameless blocks it holds.
     private: usize,
     hasher: BlockHasher,
+    block_size_tokens: usize,
     /// Tokens of the block that is not whole yet.
     open: Vec<u32>,
     seed: u64,
@@ -388,6 +389,7 @@ impl SimEngine {
                 named: usable,
                 private: needed - hits,
                 hasher: BlockHasher::new(parent, block_size),
+                block_size_tokens: block_size,
                 open: Vec::with_capacity(block_size),
                 seed: seed_of(&request.prompt),
                 request,
@@ -399,21 +401,31 @@ impl SimEngine {
 impl Running {
     /// Keeps the prompt tokens that were computed since there were `from`.
     fn keep_prompt(&mut self, from: usize, pool: &mut Pool, events: &mut Vec<EngineEvent>) {
-        for position in from..self.computed {
-            self.keep(self.request.prompt[position], pool, events);
-        }
+        let prompt = std::mem::take(&mut self.request.prompt);
+        self.keep_all(&prompt[from..self.computed], pool, events);
+        self.request.prompt = prompt;
     }
 
-    /// Takes a computed token into the request's blocks and names the block that became whole.
+    /// Takes a computed token into the request's blocks.
     fn keep(&mut self, token: u32, pool: &mut Pool, events: &mut Vec<EngineEvent>) {
-        self.open.push(token);
+        self.keep_all(&[token], pool, events);
+    }
+
+    /// Takes computed tokens into the request's blocks and names each block that became whole.
+    fn keep_all(&mut self, mut tokens: &[u32], pool: &mut Pool, events: &mut Vec<EngineEvent>) {
         let mut whole = Vec::new();
-        self.hasher.push(&[token], &mut whole);
-        if let Some(hash) = whole.pop() {
-            pool.name(hash, self.named.last().copied(), self.request.root, &self.open, events);
-            self.private -= 1;
-            self.named.push(hash);
-            self.open.clear();
+        while !tokens.is_empty() {
+            let missing = self.block_size_tokens - self.open.len();
+            let (now, later) = tokens.split_at(missing.min(tokens.len()));
+            tokens = later;
+            self.open.extend_from_slice(now);
+            self.hasher.push(now, &mut whole);
+            if let Some(hash) = whole.pop() {
+                pool.name(hash, self.named.last().copied(), self.request.root, &self.open, events);
+                self.private -= 1;
+                self.named.push(hash);
+                self.open.clear();
+            }
         }
     }
 
