@@ -12,8 +12,8 @@ use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
 use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
-    Book, Candidate, Draws, EngineReport, Load, Pipeline, Request, ReservationId, TargetId, TargetPromise,
-    cached_prompt, expected_output_tokens, recent_is_valid_for,
+    Book, Candidate, Draws, EngineReport, Load, OverlapCursor, Pipeline, Request, ReservationId, TargetId,
+    TargetPromise, cached_prompt, expected_output_tokens, recent_is_valid_for,
 };
 use kvist_text::ModelText;
 use parking_lot::Mutex;
@@ -187,12 +187,23 @@ impl Selector {
         let started = Instant::now();
         let prompt_tokens = demand.tokens.len();
         let mut lookups: Vec<(&str, usize, Matches)> = Vec::with_capacity(1);
+        let mut positions = Vec::with_capacity(model.workers.len());
+        for node in &model.workers {
+            let (namespace, block_size) = (node.entry.namespace.as_str(), node.block_size());
+            let known = lookups.iter().position(|(name, size, _)| *name == namespace && *size == block_size);
+            positions.push(known.unwrap_or_else(|| {
+                lookups.push((namespace, block_size, self.look_up(view, demand, namespace, block_size)));
+                lookups.len() - 1
+            }));
+        }
+        let mut cursors: Vec<Option<OverlapCursor<'_>>> =
+            lookups.iter().map(|(_, _, matches)| matches.overlaps.as_ref().map(OverlapCursor::new)).collect();
         let mut candidates = Vec::with_capacity(model.workers.len());
         let mut seen = Vec::with_capacity(model.workers.len());
         let mut nodes = Vec::with_capacity(model.workers.len());
         let mut reports = Vec::with_capacity(model.workers.len());
         let mut missing_field = None;
-        for node in &model.workers {
+        for (node, position) in model.workers.iter().zip(positions) {
             let unavailable = node.excluded().or_else(|| text_differs(node, demand));
             let description = node.description();
             let mut unsuitable = None;
@@ -209,18 +220,13 @@ impl Selector {
                     unsuitable = Some("context_too_short");
                 }
             }
-            let (namespace, block_size) = (node.entry.namespace.as_str(), node.block_size());
-            let known = lookups.iter().position(|(name, size, _)| *name == namespace && *size == block_size);
-            let position = known.unwrap_or_else(|| {
-                lookups.push((namespace, block_size, self.look_up(view, demand, namespace, block_size)));
-                lookups.len() - 1
-            });
+            let block_size = node.block_size();
             let usable = usable_blocks(prompt_tokens, block_size);
             for rank in 0..node.ranks() {
                 let target = TargetId { worker: node.uid.clone(), rank: Rank(rank) };
-                let overlap = lookups
-                    .get(position)
-                    .and_then(|(_, _, matches)| matches.overlaps.as_ref()?.get(&target.worker, target.rank))
+                let overlap = cursors
+                    .get_mut(position)
+                    .and_then(|cursor| cursor.as_mut()?.get(&target))
                     .filter(|overlap| overlap.incarnation == node.incarnation);
                 let is_exact = overlap.is_some_and(|overlap| overlap.state.is_exact());
                 let recent = lookups

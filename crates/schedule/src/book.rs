@@ -59,22 +59,18 @@ impl Book {
 
     /// States in a candidate what is known of its load at this moment. A report that is too old does not count.
     pub fn describe(&mut self, now: Duration, candidate: &mut Candidate, report: Option<&EngineReport>) {
-        candidate.promise = self.reservations.of(&candidate.target);
         let report = report.filter(|report| now.saturating_sub(report.received_at) < REPORT_VALID_FOR);
-        let tokens_per_second = report.and_then(|report| report.prefill_tokens_per_second);
-        if let (Some(report), Some(tokens_per_second)) = (report, tokens_per_second) {
-            self.rates.report(report.received_at, &candidate.target, tokens_per_second);
-        }
-        candidate.rates = self.rates.of(now, &candidate.target);
+        let estimate = report.and_then(|report| Some((report.received_at, report.prefill_tokens_per_second?)));
+        candidate.rates = self.rates.observe(now, &candidate.target, estimate);
         candidate.load = report.map(|report| report.load);
-        candidate.outstanding_tokens = report.map(|report| {
-            let outstanding = OutstandingReport {
-                tokens: report.outstanding_prefill_tokens,
-                received_at: report.received_at,
-                computed_since: candidate.rates.tokens_in(now.saturating_sub(report.received_at)),
-            };
-            self.reservations.outstanding_tokens(&candidate.target, outstanding, REPORT_LAG)
+        let outstanding = report.map(|report| OutstandingReport {
+            tokens: report.outstanding_prefill_tokens,
+            received_at: report.received_at,
+            computed_since: candidate.rates.tokens_in(now.saturating_sub(report.received_at)),
         });
+        let (promise, outstanding_tokens) = self.reservations.state(&candidate.target, outstanding, REPORT_LAG);
+        candidate.promise = promise;
+        candidate.outstanding_tokens = outstanding_tokens;
     }
 
     /// Chooses a target, and with `reserve` promises it the work.
@@ -111,7 +107,7 @@ mod tests {
         let target = TargetId { worker: "w".into(), rank: Rank(0) };
         let seconds = Duration::from_secs_f64;
         let mut book = Book::default();
-        book.reservations.reserve(seconds(9.9), target.clone(), Work { prefill_tokens: 700, decode_tokens: 1 });
+        book.reservations.reserve(seconds(9.95), target.clone(), Work { prefill_tokens: 700, decode_tokens: 1 });
         let report = EngineReport {
             received_at: seconds(10.0),
             load: Load { running: 3, ..Load::default() },

@@ -86,7 +86,7 @@ pub struct Candidate {
     /// Requests and tokens that this router has in flight there.
     pub promise: TargetPromise,
     /// Prompt tokens that all routers have sent there and that are not computed yet; none when only this router's part
-    /// is known. See [`crate::Reservations::outstanding_tokens`].
+    /// is known. See [`crate::Reservations::state`].
     pub outstanding_tokens: Option<u64>,
     /// How fast it works.
     pub rates: Rates,

@@ -287,7 +287,13 @@ pub const ALGORITHMS: &[Algorithm] = &[
                 1.0,
                 "The same as a share of the best score; the larger of both counts.",
             ),
-            parameter("epsilonMost", INFINITE, 0.0, INFINITE, "Most that epsilonShare comes to, in the unit of the score."),
+            parameter(
+                "epsilonMost",
+                INFINITE,
+                0.0,
+                INFINITE,
+                "Most that epsilonShare comes to, in the unit of the score.",
+            ),
         ],
     ),
     algorithm(

@@ -27,7 +27,7 @@ pub use candidate::{Cached, Candidate, Load, Request, Round, TargetId};
 pub use config::{ConfigError, PRESETS, PipelineConfig, Step};
 pub use cost::{CostParameters, CostTerms};
 pub use draws::Draws;
-pub use overlap::{cached_prompt, recent_is_valid_for};
+pub use overlap::{OverlapCursor, cached_prompt, recent_is_valid_for};
 pub use pipeline::{Decision, Outcome, Pipeline, Verdict};
 pub use rates::{PrefillRate, RateBook, Rates};
 pub use reservations::{OutstandingReport, ReservationId, Reservations, TargetPromise, Work};

@@ -1,11 +1,11 @@
 //! What an index and a router's own recent decisions say of a prompt, as a decision takes it.
 
-use std::time::Duration;
+use std::{cmp::Ordering, iter::Peekable, time::Duration};
 
-use kvist_blocks::Tier;
-use kvist_index::Overlap;
+use kvist_blocks::{SourceKey, Tier};
+use kvist_index::{Overlap, Overlaps};
 
-use crate::Cached;
+use crate::{Cached, TargetId};
 
 /// How long a decision stands for blocks that an exact index does not show: about the time that a prompt waits and is
 /// computed. After that the index is right.
@@ -18,6 +18,45 @@ const RECENT_WITHOUT_EXACT: Duration = Duration::from_secs(120);
 #[must_use]
 pub fn recent_is_valid_for(is_exact: bool) -> Duration {
     if is_exact { RECENT_BESIDE_EXACT } else { RECENT_WITHOUT_EXACT }
+}
+
+/// Reads what sources hold for one target after the other. Targets in the order of sources, which they mostly have, cost a
+/// comparison each; others are searched for.
+pub struct OverlapCursor<'a> {
+    overlaps: &'a Overlaps,
+    rest: Peekable<Box<dyn Iterator<Item = (&'a SourceKey, &'a Overlap)> + 'a>>,
+}
+
+impl std::fmt::Debug for OverlapCursor<'_> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("OverlapCursor").finish_non_exhaustive()
+    }
+}
+
+impl<'a> OverlapCursor<'a> {
+    /// At the first source.
+    #[must_use]
+    pub fn new(overlaps: &'a Overlaps) -> Self {
+        let rest: Box<dyn Iterator<Item = (&'a SourceKey, &'a Overlap)> + 'a> = Box::new(overlaps.iter());
+        Self { overlaps, rest: rest.peekable() }
+    }
+
+    /// What a target holds; none when no source speaks of it.
+    pub fn get(&mut self, target: &TargetId) -> Option<&'a Overlap> {
+        while let Some((key, overlap)) = self.rest.peek().copied() {
+            match (&key.worker, key.rank).cmp(&(&target.worker, target.rank)) {
+                Ordering::Less => {
+                    self.rest.next();
+                }
+                Ordering::Equal => {
+                    self.rest.next();
+                    return Some(overlap);
+                }
+                Ordering::Greater => break,
+            }
+        }
+        self.overlaps.get(&target.worker, target.rank)
+    }
 }
 
 /// What is known of a prompt in a cache: what the index claims, and what recent decisions make likely. It is all that is
@@ -50,8 +89,8 @@ pub fn cached_prompt(
 
 #[cfg(test)]
 mod tests {
-    use kvist_blocks::Incarnation;
-    use kvist_index::SourceState;
+    use kvist_blocks::{Incarnation, Rank};
+    use kvist_index::{Index, IndexSettings, SourceState};
 
     use super::*;
 
@@ -73,5 +112,28 @@ mod tests {
         assert_eq!(cached([32, 80, 0, 0], 80, false), cached_prompt(Some(&overlap(SourceState::Stale)), 0, 9, 16));
         assert_eq!(cached([48, 0, 0, 0], 48, false), cached_prompt(None, 3, 9, 16));
         assert_eq!(None, cached_prompt(None, 0, 9, 16));
+    }
+
+    #[test]
+    fn a_cursor_finds_what_a_search_finds_in_any_order() {
+        let index = Index::new(IndexSettings { byte_budget: 1 << 20 });
+        let target = |name: &str, rank| TargetId { worker: name.into(), rank: Rank(rank) };
+        let known = [target("a", 0), target("a", 1), target("c", 0), target("d", 0)];
+        for (number, one) in known.iter().enumerate() {
+            let key = SourceKey { worker: one.worker.clone(), rank: one.rank };
+            index.expect_source(&key, Incarnation(number as u64 + 1));
+        }
+        let overlaps = index.lookup(&[]);
+        let all = [known.to_vec(), vec![target("b", 0), target("e", 0), target("a", 2)]].concat();
+        for first in &all {
+            for second in &all {
+                for third in &all {
+                    let mut cursor = OverlapCursor::new(&overlaps);
+                    for one in [first, second, third] {
+                        assert_eq!(overlaps.get(&one.worker, one.rank), cursor.get(one));
+                    }
+                }
+            }
+        }
     }
 }

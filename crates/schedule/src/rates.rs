@@ -12,6 +12,9 @@ const MOST_FACTOR: f64 = 4.0;
 /// How fast what was reported once is forgotten, so that a target without traffic gets another chance.
 const FACTOR_HALF_LIFE: Duration = Duration::from_secs(60);
 
+/// How long a computed factor is used.
+const FACTOR_VALID_FOR: Duration = Duration::from_secs(1);
+
 /// Weight of a new report.
 const REPORT_WEIGHT: f64 = 0.2;
 
@@ -78,13 +81,26 @@ impl Rates {
 struct Known {
     /// Natural logarithm of the factor: twice as slow and twice as fast are equally far from the pool.
     log_factor: f64,
+    /// Of the last report.
     at: Duration,
+    /// The factor as of the last second.
+    factor: f64,
+    factor_at: Duration,
 }
 
 impl Known {
-    fn at(self, now: Duration) -> f64 {
+    fn log_factor(&self, now: Duration) -> f64 {
         let age = now.saturating_sub(self.at).as_secs_f64();
         self.log_factor * 0.5f64.powf(age / FACTOR_HALF_LIFE.as_secs_f64())
+    }
+
+    /// Powers are not computed anew for each decision: in a second a factor hardly changes by itself.
+    fn factor(&mut self, now: Duration) -> f64 {
+        if now.saturating_sub(self.factor_at) >= FACTOR_VALID_FOR {
+            self.factor = self.log_factor(now).exp();
+            self.factor_at = now;
+        }
+        self.factor
     }
 }
 
@@ -102,22 +118,34 @@ impl RateBook {
         Self { prior, factors: HashMap::new() }
     }
 
-    /// Takes a worker's own estimate, in prompt tokens a second. One that is no positive number is ignored.
-    pub fn report(&mut self, now: Duration, target: &TargetId, tokens_per_second: f64) {
-        let factor = 1.0 / (tokens_per_second * self.prior.prefill.seconds_per_token);
-        if !(factor.is_finite() && factor > 0.0) {
-            return;
-        }
-        let observed = factor.clamp(1.0 / MOST_FACTOR, MOST_FACTOR).ln();
-        let before = self.factors.get(target).map_or(observed, |known| known.at(now));
-        let log_factor = before + REPORT_WEIGHT * (observed - before);
-        self.factors.insert(target.clone(), Known { log_factor, at: now });
-    }
-
-    /// How fast a target works, as far as is known.
-    #[must_use]
-    pub fn of(&self, now: Duration, target: &TargetId) -> Rates {
-        let factor = self.factors.get(target).map_or(1.0, |known| known.at(now).exp());
+    /// How fast a target works, as far as is known, given the worker's last estimate in prompt tokens a second and when
+    /// it arrived. One that was taken before, or is no positive number, changes nothing.
+    pub fn observe(&mut self, now: Duration, target: &TargetId, estimate: Option<(Duration, f64)>) -> Rates {
+        let known = self.factors.get_mut(target);
+        let observed = estimate.and_then(|(at, tokens_per_second)| {
+            if known.as_ref().is_some_and(|known| known.at >= at) {
+                return None;
+            }
+            let factor = 1.0 / (tokens_per_second * self.prior.prefill.seconds_per_token);
+            let is_sane = factor.is_finite() && factor > 0.0;
+            is_sane.then(|| (at, factor.clamp(1.0 / MOST_FACTOR, MOST_FACTOR).ln()))
+        });
+        let factor = match (known, observed) {
+            (Some(known), Some((at, observed))) => {
+                let before = known.log_factor(at);
+                let log_factor = before + REPORT_WEIGHT * (observed - before);
+                *known = Known { log_factor, at, factor: log_factor.exp(), factor_at: at };
+                known.factor(now)
+            }
+            (Some(known), None) => known.factor(now),
+            (None, Some((at, log_factor))) => {
+                let mut known = Known { log_factor, at, factor: log_factor.exp(), factor_at: at };
+                let factor = known.factor(now);
+                self.factors.insert(target.clone(), known);
+                factor
+            }
+            (None, None) => 1.0,
+        };
         Rates { factor, ..self.prior }
     }
 
@@ -147,22 +175,31 @@ mod tests {
     #[test]
     fn a_target_is_at_most_four_times_slower_and_recovers_without_traffic() {
         let mut book = RateBook::new(Rates::default());
-        let now = Duration::from_secs(10);
+        let mut now = Duration::from_secs(10);
         for _ in 0..50 {
-            book.report(now, &target(), 10.0);
+            now += Duration::from_millis(1);
+            book.observe(now, &target(), Some((now, 10.0)));
         }
-        assert!((4.0 - book.of(now, &target()).factor).abs() < 1e-9);
-        let after_a_half_life = book.of(now + FACTOR_HALF_LIFE, &target()).factor;
-        assert!((2.0 - after_a_half_life).abs() < 1e-9);
-        assert!(book.of(now + 20 * FACTOR_HALF_LIFE, &target()).factor < 1.001);
+        let mut factor = |now| book.observe(now, &target(), None).factor;
+        assert!((4.0 - factor(now)).abs() < 1e-3);
+        assert!((2.0 - factor(now + FACTOR_HALF_LIFE)).abs() < 1e-3);
+        assert!(factor(now + 20 * FACTOR_HALF_LIFE) < 1.001);
     }
 
     #[test]
-    fn nonsense_changes_nothing() {
+    fn a_report_counts_once_and_nonsense_not_at_all() {
         let mut book = RateBook::new(Rates::default());
         for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            book.report(Duration::ZERO, &target(), rate);
+            let now = Duration::from_secs(1);
+            assert_eq!(Rates::default(), book.observe(now, &target(), Some((now, rate))));
         }
-        assert_eq!(Rates::default(), book.of(Duration::ZERO, &target()));
+        let now = Duration::from_secs(2);
+        // The first report is taken as it is, and a fifth of the way to the second, in the logarithm.
+        assert!((2.0 - book.observe(now, &target(), Some((now, 5000.0))).factor).abs() < 1e-9);
+        let later = now + Duration::from_nanos(1);
+        for _ in 0..3 {
+            let factor = book.observe(later, &target(), Some((later, 10_000.0))).factor;
+            assert!((2f64.powf(0.8) - factor).abs() < 1e-6, "{factor}");
+        }
     }
 }

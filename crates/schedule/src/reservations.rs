@@ -164,14 +164,26 @@ impl Reservations {
     /// far it has come. Only what this router promised too late to be in the report is added: later than `lag` before the
     /// report arrived, the time that a request and a report are on their way. Nothing is counted twice, and nothing that
     /// was just sent is forgotten.
+    ///
+    /// Beside it stands what this router has promised; the tokens are none without a report.
     #[must_use]
-    pub fn outstanding_tokens(&self, target: &TargetId, report: OutstandingReport, lag: Duration) -> u64 {
-        let known_until = report.received_at.saturating_sub(lag);
-        let unreported = self.by_target.get(target).map_or(0, |book| {
-            let newest_first = book.open.values().rev();
-            newest_first.take_while(|entry| entry.made_at > known_until).map(|entry| entry.work.prefill_tokens).sum()
+    pub fn state(
+        &self,
+        target: &TargetId,
+        report: Option<OutstandingReport>,
+        lag: Duration,
+    ) -> (TargetPromise, Option<u64>) {
+        let book = self.by_target.get(target);
+        let outstanding = report.map(|report| {
+            let known_until = report.received_at.saturating_sub(lag);
+            let unreported: u64 = book.map_or(0, |book| {
+                let newest_first = book.open.values().rev();
+                let is_unreported = |entry: &&Entry| entry.made_at > known_until;
+                newest_first.take_while(is_unreported).map(|entry| entry.work.prefill_tokens).sum()
+            });
+            unreported + report.tokens.saturating_sub(report.computed_since)
         });
-        unreported + report.tokens.saturating_sub(report.computed_since)
+        (book.map(|book| book.promise).unwrap_or_default(), outstanding)
     }
 
     /// Open reservations.
@@ -201,19 +213,21 @@ mod tests {
     #[test]
     fn a_report_replaces_what_it_contains_and_no_more() {
         let ms = Duration::from_millis;
+        let outstanding =
+            |book: &Reservations, number, report, lag| book.state(&target(number), Some(report), ms(lag)).1.unwrap();
         let mut book = Reservations::default();
         let old = book.reserve(ms(100), target(0), Work { prefill_tokens: 1000, decode_tokens: 9 });
         book.reserve(ms(480), target(0), Work { prefill_tokens: 300, decode_tokens: 9 });
         book.reserve(ms(900), target(0), Work { prefill_tokens: 50, decode_tokens: 9 });
         // 400 of the first are computed, and another router has sent 2,000.
         let report = OutstandingReport { tokens: 2600, received_at: ms(500), computed_since: 0 };
-        assert_eq!(2600 + 300 + 50, book.outstanding_tokens(&target(0), report, ms(50)));
-        assert_eq!(2600 + 50, book.outstanding_tokens(&target(0), report, ms(10)));
+        assert_eq!(2600 + 300 + 50, outstanding(&book, 0, report, 50));
+        assert_eq!(2600 + 50, outstanding(&book, 0, report, 10));
         let drained = OutstandingReport { computed_since: 9999, ..report };
-        assert_eq!(350, book.outstanding_tokens(&target(0), drained, ms(50)));
+        assert_eq!(350, outstanding(&book, 0, drained, 50));
         book.prefilled(old);
         assert_eq!(TargetPromise { count: 3, tokens: 377, prefill_tokens: 350 }, book.of(&target(0)));
-        assert_eq!(2600, book.outstanding_tokens(&target(1), report, ms(50)));
+        assert_eq!(2600, outstanding(&book, 1, report, 50));
     }
 
     proptest! {

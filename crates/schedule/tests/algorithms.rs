@@ -371,6 +371,26 @@ fn a_cached_prompt_is_worth_a_queue_of_what_it_saves_and_no_more() {
     assert_eq!((Some(0), Some(1)), (choose(29_900), choose(30_100)));
 }
 
+// The example of docs/concepts/how-kvist-chooses.md.
+#[test]
+fn the_worked_example_is_what_it_says() {
+    let target = |name, cached, queued, running| Candidate {
+        load: Some(Load { running, ..Load::default() }),
+        rates: Rates::default(),
+        ..cost_candidate(name, Some((cached, true)), Some(queued))
+    };
+    let request = Request { prompt_tokens: 8000, expected_output_tokens: 128, ..Request::default() };
+    let costs = |list: &[Candidate]| {
+        let decision = Pipeline::standard().decide(&request, list, &Memory::default(), &mut Draws::new(3));
+        let cost = decision.verdicts.iter().map(|verdict| (-1000.0 * verdict.score.unwrap().preference).round());
+        (decision.chosen, cost.collect::<Vec<f64>>())
+    };
+    let rest = [target("b", 512, 0, 0), target("c", 0, 0, 0)];
+    let list = |queued| [&[target("a", 6000, queued, 12)], &rest[..]].concat();
+    assert_eq!((Some(0), vec![1531.0, 2246.0, 2400.0]), costs(&list(9000)));
+    assert_eq!((Some(1), vec![2431.0, 2246.0, 2400.0]), costs(&list(18_000)));
+}
+
 #[test]
 fn a_full_kv_pool_is_no_choice_unless_all_are_full() {
     let with_usage = |name, usage, outstanding| {
