@@ -12,6 +12,7 @@ mod router_server;
 mod runtime;
 mod telemetry;
 mod text;
+mod twin;
 mod worker_server;
 
 use pyo3::prelude::*;
@@ -33,12 +34,14 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<text::ModelText>()?;
     module.add_class::<worker_server::WorkerServer>()?;
     module.add_function(wrap_pyfunction!(pure::block_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::check_routing, module)?)?;
     module.add_function(wrap_pyfunction!(pure::digest_hex, module)?)?;
     module.add_function(wrap_pyfunction!(pure::error_catalogue, module)?)?;
     module.add_function(wrap_pyfunction!(pure::new_incarnation, module)?)?;
     module.add_function(wrap_pyfunction!(pure::usable_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(telemetry::init_telemetry, module)?)?;
     module.add_function(wrap_pyfunction!(telemetry::shutdown_telemetry, module)?)?;
+    module.add_function(wrap_pyfunction!(twin::run_twin, module)?)?;
     let close_all = wrap_pyfunction!(runtime::close_all, module)?;
     module.py().import("atexit")?.call_method1("register", (close_all,))?;
     Ok(())

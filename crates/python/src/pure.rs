@@ -33,6 +33,15 @@ pub(crate) fn usable_blocks(prompt_tokens: usize, block_size_tokens: usize) -> P
     Ok(kvist_blocks::usable_blocks(prompt_tokens, block_size_tokens))
 }
 
+/// Refuses a routing pipeline, as JSON text, that no router would take.
+#[pyfunction]
+pub(crate) fn check_routing(routing: &str) -> PyResult<()> {
+    let check = serde_json::from_str(routing)
+        .map_err(|error| error.to_string())
+        .and_then(|value| kvist_router::RoutingSettings::from_value(&value));
+    check.map(|_| ()).map_err(|reason| crate::failure::raise_invalid("routing", reason))
+}
+
 /// The error catalogue as JSON text.
 #[pyfunction]
 pub(crate) fn error_catalogue() -> String {

@@ -17,7 +17,7 @@ mod trace;
 pub use mesh::{EngineSettings, Incident, MeshReport, MeshSettings, Percentiles, run_mesh, table};
 pub use replay::{ReplayReport, ReplayRule, replay};
 pub use sim::{Finish, Finished, SimCounters, SimEngine, SimRequest, SimSettings, Step};
-pub use study::{NAMED_POLICIES, Study, policy, study};
+pub use study::{MadeKind, NAMED_POLICIES, Study, StudyRequest, policy, study};
 pub use trace::{
     MadeTrace, TRACE_BLOCK_TOKENS, TraceError, TraceRequest, ideal_hit_rate, make_bursty, parse_trace, spread_arrivals,
 };

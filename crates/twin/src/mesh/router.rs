@@ -6,8 +6,8 @@ use kvist_blocks::{Batch, BlockHash, Incarnation, SourceKey};
 use kvist_index::{Applied, DigestVerdict, Holder, Index, IndexSettings, RecentDecisions};
 use kvist_ledger::LedgerDigest;
 use kvist_schedule::{
-    Book, Candidate, Draws, EngineReport, Pipeline, Rates, Request, ReservationId, TargetId, cached_prompt,
-    expected_output_tokens, recent_is_valid_for,
+    Book, Candidate, Draws, EngineReport, OverlapCursor, Pipeline, Rates, Request, ReservationId, TargetId,
+    cached_prompt, expected_output_tokens, recent_is_valid_for,
 };
 
 use crate::trace::TRACE_BLOCK_TOKENS;
@@ -149,11 +149,10 @@ impl Router {
             expected_output_tokens: expected_output_tokens(None),
             ..Request::default()
         };
+        let mut cursor = OverlapCursor::new(&overlaps);
         let mut candidates = Vec::with_capacity(self.members.len());
         for (position, member) in self.members.iter().enumerate() {
-            let overlap = overlaps
-                .get(&member.target.worker, member.target.rank)
-                .filter(|overlap| overlap.incarnation == member.incarnation);
+            let overlap = cursor.get(&member.target).filter(|overlap| overlap.incarnation == member.incarnation);
             let valid_for = recent_is_valid_for(overlap.is_some_and(|overlap| overlap.state.is_exact()));
             let recent = recent
                 .iter()

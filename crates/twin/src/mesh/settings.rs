@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// How engines compute.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct EngineSettings {
     /// Whether the engine batches continuously, computes prompts in chunks and decodes. Otherwise a prompt is in the cache
     /// as soon as it arrives, its computing is a backlog that drains, and there is no decoding.
@@ -39,8 +40,8 @@ impl Default for EngineSettings {
 }
 
 /// Something that happens to the mesh.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case", tag = "what")]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "what", deny_unknown_fields)]
 pub enum Incident {
     /// A new worker with an empty cache is there.
     Join {
@@ -78,7 +79,8 @@ pub enum Incident {
 }
 
 /// A mesh.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct MeshSettings {
     /// Workers at the beginning.
     pub workers: usize,

@@ -262,6 +262,9 @@ def block_hashes(
 ) -> list[int]:
     """Kvist's block hashes of the whole blocks of a prompt."""
 
+def check_routing(routing: str) -> None:
+    """Refuses a routing pipeline, as JSON text, that no router would take; says which names there are."""
+
 def digest_hex(data: bytes) -> str:
     """BLAKE3 of a file's bytes, lower-case hex."""
 
@@ -270,6 +273,9 @@ def error_catalogue() -> str:
 
 def new_incarnation(floor: int) -> int:
     """A new incarnation, above `floor`."""
+
+def run_twin(request: str, trace: str) -> tuple[str, str]:
+    """Runs routing policies on a trace in virtual time: what came of it as JSON text, and as a table for people."""
 
 def usable_blocks(prompt_tokens: int, block_size_tokens: int) -> int:
     """Blocks of a prompt that a cache can serve."""

@@ -6,7 +6,7 @@ import typer
 
 import kvist
 from kvist import _core
-from kvist.cli import cluster, config, doctor, generation, kv, resources, route, services
+from kvist.cli import cluster, config, doctor, generation, kv, resources, route, services, twin
 
 app = typer.Typer(no_args_is_help=True, help="Kvist: a gRPC mesh that serves language models.", add_completion=True)
 
@@ -21,6 +21,7 @@ app.command("describe", rich_help_panel="Resources")(resources.describe)
 app.command("delete", rich_help_panel="Resources")(resources.delete)
 app.add_typer(route.app, name="route", rich_help_panel="Routing")
 app.add_typer(kv.app, name="kv", rich_help_panel="Routing")
+app.add_typer(twin.app, name="twin", rich_help_panel="Routing")
 app.add_typer(config.app, name="config", rich_help_panel="Processes")
 for service in services.SERVICES:
     app.add_typer(services.starter(service), name=service, rich_help_panel="Processes")
