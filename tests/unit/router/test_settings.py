@@ -1,5 +1,7 @@
 """Settings of the router: where it learns the cluster from, and where it may listen."""
 
+from pathlib import Path
+
 import pytest
 
 from kvist.settings import SettingsError, load
@@ -27,6 +29,32 @@ def test_the_core_gets_the_files_of_the_bus() -> None:
     files = {"bus.credentials_file": "/k/user.creds", "bus.tls_ca_file": "/k/ca.pem"}
     core = core_settings(read(**{"controllers": "a:1", "bus.urls": "tls://x:1", **files}))
     assert (core["nats_credentials_file"], core["nats_tls_ca_file"]) == ("/k/user.creds", "/k/ca.pem")
+
+
+def test_the_core_gets_the_routing_that_was_set(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("""
+controllers: [a:1]
+routing:
+  scorers:
+    - {algorithm: prefix, weight: 2, parameters: {matchLengthWeight: 0.5}}
+    - {algorithm: queue_depth}
+  picker: {algorithm: softmax}
+""")
+    settings = load(RouterSettings, file=file, environment={}).settings
+    assert core_settings(settings)["routing"] == {
+        "scorers": [
+            {"algorithm": "prefix", "weight": 2, "parameters": {"matchLengthWeight": 0.5}},
+            {"algorithm": "queue_depth"},
+        ],
+        "picker": {"algorithm": "softmax"},
+    }
+    assert core_settings(read(controllers="a:1"))["routing"] == {}
+
+
+def test_a_pipeline_that_there_is_not_stops_the_start_and_says_what_there_is() -> None:
+    with pytest.raises(SettingsError, match=r"unknown picker .*valid: max, gamble_sampling"):
+        read(controllers="a:1", routing='{"picker": {"algorithm": "round_robin"}}')
 
 
 @pytest.mark.parametrize(

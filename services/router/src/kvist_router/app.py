@@ -54,6 +54,7 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "startup_wait_ms": int(settings.startup_wait_seconds * 1000),
         "body_limit_bytes": settings.body_limit_bytes,
         "text_threads": settings.text_threads,
+        "routing": settings.routing,
     }
     if settings.bus.urls:
         core["nats_url"] = ",".join(settings.bus.urls)

@@ -1,10 +1,13 @@
 """Settings of the router."""
 
+import json
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from kvist import _core
+from kvist.errors import from_core
 from kvist.settings import BusSettings, Settings, TelemetrySettings, check_plain_text, split_address
 
 
@@ -47,6 +50,9 @@ class RouterSettings(Settings):
     """Threads of the data plane; one for each processor when absent."""
     text_threads: int = Field(default=0, ge=0, le=1_024)
     """Threads that tokenize long prompts; 0 for half of the processors."""
+    routing: dict[str, Any] = Field(default_factory=dict)
+    """How targets are chosen: `{preset, filters, scorers, picker}` of docs/reference/algorithms.md. What is left out
+    is the preset's."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and the admin server."""
 
@@ -54,6 +60,15 @@ class RouterSettings(Settings):
     @classmethod
     def _is_address(cls, value: str) -> str:
         split_address(value)
+        return value
+
+    @field_validator("routing")
+    @classmethod
+    def _is_pipeline(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            _core.check_routing(json.dumps(value))
+        except _core.CoreError as error:
+            raise ValueError(from_core(error).message) from None
         return value
 
     @model_validator(mode="after")
