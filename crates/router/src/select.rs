@@ -274,9 +274,7 @@ impl Selector {
         let (decision, reservation) = {
             // Decided and promised under one lock: two requests at once do not both see an idle target.
             let mut book = self.book.lock();
-            for (candidate, report) in candidates.iter_mut().zip(&reports) {
-                book.describe(now, candidate, report.as_ref());
-            }
+            book.describe(now, &mut candidates, &reports);
             book.decide(now, &pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve)
         };
         let reservation = reservation.map(|id| Reservation { book: Arc::clone(&self.book), id });

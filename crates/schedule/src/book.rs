@@ -57,20 +57,30 @@ impl Book {
         Self { rates: RateBook::new(prior), ..Self::default() }
     }
 
-    /// States in a candidate what is known of its load at this moment. A report that is too old does not count.
-    pub fn describe(&mut self, now: Duration, candidate: &mut Candidate, report: Option<&EngineReport>) {
-        let report = report.filter(|report| now.saturating_sub(report.received_at) < REPORT_VALID_FOR);
-        let estimate = report.and_then(|report| Some((report.received_at, report.prefill_tokens_per_second?)));
-        candidate.rates = self.rates.observe(now, &candidate.target, estimate);
-        candidate.load = report.map(|report| report.load);
-        let outstanding = report.map(|report| OutstandingReport {
-            tokens: report.outstanding_prefill_tokens,
-            received_at: report.received_at,
-            computed_since: candidate.rates.tokens_in(now.saturating_sub(report.received_at)),
-        });
-        let (promise, outstanding_tokens) = self.reservations.state(&candidate.target, outstanding, REPORT_LAG);
-        candidate.promise = promise;
-        candidate.outstanding_tokens = outstanding_tokens;
+    /// States in the candidates of one pool what is known of their loads and rates at this moment, given the last report of
+    /// each. A report that is too old does not count.
+    pub fn describe(&mut self, now: Duration, candidates: &mut [Candidate], reports: &[Option<EngineReport>]) {
+        let is_valid = |report: &&EngineReport| now.saturating_sub(report.received_at) < REPORT_VALID_FOR;
+        let valid = |position: usize| reports.get(position).and_then(Option::as_ref).filter(is_valid);
+        let mut own = Vec::with_capacity(candidates.len());
+        for (position, candidate) in candidates.iter().enumerate() {
+            let estimate =
+                valid(position).and_then(|report| Some((report.received_at, report.prefill_tokens_per_second?)));
+            own.push(self.rates.observe(now, &candidate.target, estimate));
+        }
+        let rates = self.rates.rates(&own);
+        for (position, (candidate, rates)) in candidates.iter_mut().zip(rates).enumerate() {
+            let report = valid(position);
+            candidate.rates = rates;
+            candidate.load = report.map(|report| report.load);
+            let outstanding = report.map(|report| OutstandingReport {
+                tokens: report.outstanding_prefill_tokens,
+                received_at: report.received_at,
+                computed_since: rates.tokens_in(now.saturating_sub(report.received_at)),
+            });
+            (candidate.promise, candidate.outstanding_tokens) =
+                self.reservations.state(&candidate.target, outstanding, REPORT_LAG);
+        }
     }
 
     /// Chooses a target, and with `reserve` promises it the work.
@@ -114,11 +124,12 @@ mod tests {
             outstanding_prefill_tokens: 2000,
             prefill_tokens_per_second: None,
         };
-        let mut candidate = Candidate::new(target);
+        let mut list = [Candidate::new(target)];
         // 1,000 of the reported are computed in 0.1 s.
-        book.describe(seconds(10.1), &mut candidate, Some(&report));
-        assert_eq!((Some(1700), 3), (candidate.outstanding_tokens, candidate.active_requests()));
-        book.describe(seconds(15.0), &mut candidate, Some(&report));
+        book.describe(seconds(10.1), &mut list, &[Some(report)]);
+        assert_eq!((Some(1700), 3), (list[0].outstanding_tokens, list[0].active_requests()));
+        book.describe(seconds(15.0), &mut list, &[Some(report)]);
+        let candidate = &list[0];
         assert_eq!((None, None, 1), (candidate.load, candidate.outstanding_tokens, candidate.active_requests()));
     }
 }

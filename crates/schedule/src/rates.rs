@@ -1,4 +1,4 @@
-//! How fast a target works: the pool's prior times a clamped factor for each target.
+//! How fast a target works: what its pool tells, times a clamped factor for each target.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ const MOST_FACTOR: f64 = 4.0;
 /// How fast what was reported once is forgotten, so that a target without traffic gets another chance.
 const FACTOR_HALF_LIFE: Duration = Duration::from_secs(60);
 
-/// How long a computed factor is used.
-const FACTOR_VALID_FOR: Duration = Duration::from_secs(1);
+/// So long nothing is forgotten, and no power is computed for a decision.
+const FRESH_FOR: Duration = Duration::from_secs(1);
 
 /// Weight of a new report.
 const REPORT_WEIGHT: f64 = 0.2;
@@ -79,79 +79,91 @@ impl Rates {
 
 #[derive(Clone, Copy, Debug)]
 struct Known {
-    /// Natural logarithm of the factor: twice as slow and twice as fast are equally far from the pool.
-    log_factor: f64,
+    /// Natural logarithm of seconds a prompt token: twice as slow and twice as fast are equally far apart.
+    log_seconds: f64,
     /// Of the last report.
     at: Duration,
-    /// The factor as of the last second.
-    factor: f64,
-    factor_at: Duration,
 }
 
-impl Known {
-    fn log_factor(&self, now: Duration) -> f64 {
-        let age = now.saturating_sub(self.at).as_secs_f64();
-        self.log_factor * 0.5f64.powf(age / FACTOR_HALF_LIFE.as_secs_f64())
-    }
-
-    /// Powers are not computed anew for each decision: in a second a factor hardly changes by itself.
-    fn factor(&mut self, now: Duration) -> f64 {
-        if now.saturating_sub(self.factor_at) >= FACTOR_VALID_FOR {
-            self.factor = self.log_factor(now).exp();
-            self.factor_at = now;
-        }
-        self.factor
-    }
-}
-
-/// The factors of the targets of one pool, from what workers estimate of their own steps.
+/// What workers estimate of their own steps, smoothed.
 #[derive(Debug, Default)]
 pub struct RateBook {
     prior: Rates,
-    factors: HashMap<TargetId, Known>,
+    known: HashMap<TargetId, Known>,
+}
+
+/// A target's own rate, as far as it has told.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OwnRate {
+    log_seconds: f64,
+    /// What is left of the difference to the pool, 0 to 1.
+    freshness: f64,
 }
 
 impl RateBook {
-    /// A book of a pool that works at `prior`.
+    /// A book of pools that work at `prior` as long as nobody says otherwise.
     #[must_use]
     pub fn new(prior: Rates) -> Self {
-        Self { prior, factors: HashMap::new() }
+        Self { prior, known: HashMap::new() }
     }
 
-    /// How fast a target works, as far as is known, given the worker's last estimate in prompt tokens a second and when
-    /// it arrived. One that was taken before, or is no positive number, changes nothing.
-    pub fn observe(&mut self, now: Duration, target: &TargetId, estimate: Option<(Duration, f64)>) -> Rates {
-        let known = self.factors.get_mut(target);
-        let observed = estimate.and_then(|(at, tokens_per_second)| {
-            if known.as_ref().is_some_and(|known| known.at >= at) {
-                return None;
+    /// What a target has told, given its last estimate in prompt tokens a second and when it arrived. One that was taken
+    /// before, or is no positive number, changes nothing.
+    pub fn observe(&mut self, now: Duration, target: &TargetId, estimate: Option<(Duration, f64)>) -> Option<OwnRate> {
+        let sane = estimate.filter(|(_, tokens_per_second)| tokens_per_second.is_finite() && *tokens_per_second > 0.0);
+        let known = match (self.known.get_mut(target), sane) {
+            (Some(known), Some((at, tokens_per_second))) if at > known.at => {
+                let observed = -tokens_per_second.ln();
+                known.log_seconds += REPORT_WEIGHT * (observed - known.log_seconds);
+                known.at = at;
+                *known
             }
-            let factor = 1.0 / (tokens_per_second * self.prior.prefill.seconds_per_token);
-            let is_sane = factor.is_finite() && factor > 0.0;
-            is_sane.then(|| (at, factor.clamp(1.0 / MOST_FACTOR, MOST_FACTOR).ln()))
-        });
-        let factor = match (known, observed) {
-            (Some(known), Some((at, observed))) => {
-                let before = known.log_factor(at);
-                let log_factor = before + REPORT_WEIGHT * (observed - before);
-                *known = Known { log_factor, at, factor: log_factor.exp(), factor_at: at };
-                known.factor(now)
+            (Some(known), _) => *known,
+            (None, Some((at, tokens_per_second))) => {
+                let known = Known { log_seconds: -tokens_per_second.ln(), at };
+                self.known.insert(target.clone(), known);
+                known
             }
-            (Some(known), None) => known.factor(now),
-            (None, Some((at, log_factor))) => {
-                let mut known = Known { log_factor, at, factor: log_factor.exp(), factor_at: at };
-                let factor = known.factor(now);
-                self.factors.insert(target.clone(), known);
-                factor
-            }
-            (None, None) => 1.0,
+            (None, None) => return None,
         };
-        Rates { factor, ..self.prior }
+        let age = now.saturating_sub(known.at);
+        let is_new = age < FRESH_FOR;
+        let freshness = if is_new { 1.0 } else { 0.5f64.powf(age.as_secs_f64() / FACTOR_HALF_LIFE.as_secs_f64()) };
+        Some(OwnRate { log_seconds: known.log_seconds, freshness })
+    }
+
+    /// The rates of the targets of one pool, in their order: the middle of what they have told, times a factor for each.
+    #[must_use]
+    pub fn rates(&self, own: &[Option<OwnRate>]) -> Vec<Rates> {
+        let mut told: Vec<f64> = own.iter().flatten().map(|own| own.log_seconds).collect();
+        let middle = (told.len().saturating_sub(1)) / 2;
+        let prior = self.prior;
+        if told.is_empty() {
+            return vec![prior; own.len()];
+        }
+        let (_, pool, _) = told.select_nth_unstable_by(middle, f64::total_cmp);
+        let pool = *pool;
+        // Who computes prompts more slowly than expected is taken to do everything more slowly.
+        let scale = pool.exp() / prior.prefill.seconds_per_token;
+        let of_pool = Rates {
+            prefill: PrefillRate {
+                seconds_per_token: scale * prior.prefill.seconds_per_token,
+                seconds_per_token_and_context: scale * prior.prefill.seconds_per_token_and_context,
+            },
+            step_seconds_per_request: scale * prior.step_seconds_per_request,
+            ..prior
+        };
+        let most = MOST_FACTOR.ln();
+        let factor = |own: OwnRate| match own.log_seconds - pool {
+            0.0 => 1.0,
+            difference => (difference.clamp(-most, most) * own.freshness).exp(),
+        };
+        own.iter().map(|own| Rates { factor: own.map_or(1.0, factor), ..of_pool }).collect()
     }
 
     /// Forgets the targets that are not in use.
     pub fn retain(&mut self, mut is_used: impl FnMut(&TargetId) -> bool) {
-        self.factors.retain(|target, _| is_used(target));
+        self.known.retain(|target, _| is_used(target));
     }
 }
 
@@ -161,8 +173,8 @@ mod tests {
 
     use super::*;
 
-    fn target() -> TargetId {
-        TargetId { worker: "w".into(), rank: Rank(0) }
+    fn target(name: &str) -> TargetId {
+        TargetId { worker: name.into(), rank: Rank(0) }
     }
 
     #[test]
@@ -173,33 +185,41 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_at_most_four_times_slower_and_recovers_without_traffic() {
+    fn the_pool_is_the_middle_of_what_is_told_and_a_target_is_at_most_four_times_slower() {
         let mut book = RateBook::new(Rates::default());
-        let mut now = Duration::from_secs(10);
-        for _ in 0..50 {
-            now += Duration::from_millis(1);
-            book.observe(now, &target(), Some((now, 10.0)));
-        }
-        let mut factor = |now| book.observe(now, &target(), None).factor;
-        assert!((4.0 - factor(now)).abs() < 1e-3);
-        assert!((2.0 - factor(now + FACTOR_HALF_LIFE)).abs() < 1e-3);
-        assert!(factor(now + 20 * FACTOR_HALF_LIFE) < 1.001);
+        let now = Duration::from_secs(10);
+        assert_eq!(vec![Rates::default(); 2], book.rates(&[None, None]));
+        let mut rates = |now, estimate: Option<(Duration, [f64; 3])>| {
+            let of = |position: usize| estimate.map(|(at, rates)| (at, rates[position]));
+            let names = ["a", "b", "c"].iter().enumerate();
+            let mut own: Vec<_> = names.map(|(number, name)| book.observe(now, &target(name), of(number))).collect();
+            own.push(None);
+            book.rates(&own)
+        };
+        // Ten times slower than expected: so is everything, and who says nothing is like the pool.
+        let first = rates(now, Some((now, [1000.0, 900.0, 20.0])));
+        let seconds = |rates: &[Rates]| rates.iter().map(|rates| rates.prefill_seconds(900, 0)).collect::<Vec<_>>();
+        let close = |expected: &[f64], actual: &[f64]| expected.iter().zip(actual).all(|(e, a)| (e - a).abs() < 1e-9);
+        assert!(close(&[0.9, 1.0, 4.0, 1.0], &seconds(&first)), "{first:?}");
+        assert!((first[0].step_seconds_per_request - 2e-4 / 0.09).abs() < 1e-9);
+        // Without traffic it gets another chance: half of the way in a minute.
+        assert!(close(&[0.9f64.sqrt(), 1.0, 2.0, 1.0], &seconds(&rates(now + FACTOR_HALF_LIFE, None))));
+        assert!(seconds(&rates(now + 20 * FACTOR_HALF_LIFE, None))[2] < 1.001);
     }
 
     #[test]
     fn a_report_counts_once_and_nonsense_not_at_all() {
         let mut book = RateBook::new(Rates::default());
+        let now = Duration::from_secs(1);
         for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let now = Duration::from_secs(1);
-            assert_eq!(Rates::default(), book.observe(now, &target(), Some((now, rate))));
+            assert_eq!(None, book.observe(now, &target("a"), Some((now, rate))));
         }
-        let now = Duration::from_secs(2);
-        // The first report is taken as it is, and a fifth of the way to the second, in the logarithm.
-        assert!((2.0 - book.observe(now, &target(), Some((now, 5000.0))).factor).abs() < 1e-9);
+        book.observe(now, &target("a"), Some((now, 5000.0)));
         let later = now + Duration::from_nanos(1);
         for _ in 0..3 {
-            let factor = book.observe(later, &target(), Some((later, 10_000.0))).factor;
-            assert!((2f64.powf(0.8) - factor).abs() < 1e-6, "{factor}");
+            // A fifth of the way from the first report to the second, in the logarithm.
+            let own = book.observe(later, &target("a"), Some((later, 10_000.0))).unwrap();
+            assert!((own.log_seconds + 5000f64.ln() + 0.2 * 2f64.ln()).abs() < 1e-9);
         }
     }
 }

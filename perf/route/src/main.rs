@@ -83,14 +83,13 @@ impl Desk {
         };
         let mut candidates = Vec::with_capacity(self.targets.len());
         for target in &self.targets {
-            let mut candidate = Candidate {
+            candidates.push(Candidate {
                 cached: cached(target),
                 block_size_tokens: BLOCK_TOKENS as u64,
                 ..Candidate::new(target.clone())
-            };
-            self.book.describe(now, &mut candidate, Some(&report));
-            candidates.push(candidate);
+            });
         }
+        self.book.describe(now, &mut candidates, &vec![Some(report); TARGETS as usize]);
         let (decision, reservation) =
             self.book.decide(now, &self.pipeline, &request, &candidates, &mut self.draws, true);
         black_box(decision);

@@ -165,15 +165,15 @@ impl Router {
                 // The last block may be partial.
                 cached.matched_tokens = cached.matched_tokens.min(request.prompt_tokens);
             }
-            let mut candidate = Candidate {
+            candidates.push(Candidate {
                 unavailable: member.unavailable.or(tried),
                 cached,
                 block_size_tokens: TRACE_BLOCK_TOKENS as u64,
                 ..Candidate::new(member.target.clone())
-            };
-            self.book.describe(now, &mut candidate, member.report.as_ref());
-            candidates.push(candidate);
+            });
         }
+        let reports: Vec<Option<EngineReport>> = self.members.iter().map(|member| member.report).collect();
+        self.book.describe(now, &mut candidates, &reports);
         let (decision, reservation) =
             self.book.decide(now, &self.pipeline, &request, &candidates, &mut self.draws, true);
         let (worker, reservation) = (decision.chosen?, reservation?);
