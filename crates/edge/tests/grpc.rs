@@ -16,7 +16,7 @@ use kvist_proto::{
         router_service_client::RouterServiceClient,
     },
 };
-use kvist_router::RouterSettings;
+use kvist_router::{RouterSettings, RoutingSettings};
 use support::*;
 use tonic::transport::Channel;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
@@ -256,6 +256,36 @@ async fn a_prompt_goes_where_its_cache_is_until_promises_outweigh_it() {
     until("the lease has ended", || router.core().open_reservations() == 0).await;
     let sources = limited(client.list_sources(wire::ListSourcesRequest {})).await.unwrap().into_inner();
     assert_eq!(vec![0, 1], sources.sources.iter().map(|source| source.next_sequence).collect::<Vec<_>>());
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_pipeline_chooses_and_a_saturated_model_says_so() {
+    let workers = [TestWorker::start(0, Script::Hold("")).await, TestWorker::start(1, Script::Hold("")).await];
+    let mut settings = settings();
+    let routing = serde_json::json!({
+        "preset": "foretoken",
+        "filter": {"algorithm": "saturation", "parameters": {"threshold": 0}},
+    });
+    settings.routing = RoutingSettings::from_value(&routing).unwrap();
+    let router = router(settings, &[&workers[0], &workers[1]]).await;
+    let mut client = RouterServiceClient::new(channel(&router).await);
+    let select = || wire::SelectRequest { model: MODEL.to_owned(), prompt: text("x"), ..Default::default() };
+    let mut homes = Vec::new();
+    for _ in 0..2 {
+        let selected = limited(client.select(select())).await.unwrap().into_inner();
+        homes.push(selected.target.unwrap().worker_uid);
+    }
+    homes.sort();
+    // Any request is too much, so each gets one.
+    assert_eq!(vec!["worker-0", "worker-1"], homes);
+    let status = limited(client.select(select())).await.unwrap_err();
+    assert_eq!((Code::Overloaded, true), (from_status(&status).code, from_status(&status).code.is_retryable()));
+    let dry_run = wire::DryRun { model: MODEL.to_owned(), prompt: text("x"), ..Default::default() };
+    let request = wire::ExplainRequest { subject: Some(Subject::DryRun(dry_run)) };
+    let record = limited(client.explain(request)).await.unwrap().into_inner().decisions.remove(0);
+    assert_eq!("kv_least_loaded, gamble_sampling", record.policy);
+    assert!(record.candidates.iter().all(|one| one.filtered_reason == "saturated" && one.cost_terms.is_none()));
     router.stop().await;
 }
 

@@ -5,14 +5,13 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use arc_swap::ArcSwap;
 use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
 use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
 use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
-    Book, Candidate, Draws, EngineReport, Load, OverlapCursor, Pipeline, Request, ReservationId, TargetId,
+    Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Pipeline, Request, ReservationId, TargetId,
     TargetPromise, cached_prompt, expected_output_tokens, recent_is_valid_for,
 };
 use kvist_text::ModelText;
@@ -127,7 +126,7 @@ impl Drop for Reservation {
 #[derive(Debug)]
 pub(crate) struct Selector {
     pub(crate) index: Arc<Index>,
-    pipeline: ArcSwap<Pipeline>,
+    pipeline: Pipeline,
     book: Arc<Mutex<Book>>,
     recent: Mutex<RecentDecisions>,
     /// From which `recent` and `book` count time.
@@ -159,7 +158,6 @@ impl Matches {
 impl Selector {
     pub(crate) fn new(index: Arc<Index>, pipeline: Pipeline) -> Self {
         let recent = Mutex::new(RecentDecisions::new(MOST_RECENT_MARKS, recent_is_valid_for(false)));
-        let pipeline = ArcSwap::from_pointee(pipeline);
         Self { index, pipeline, book: Arc::default(), recent, started: Instant::now() }
     }
 
@@ -269,13 +267,12 @@ impl Selector {
             expected_output_tokens: expected_output_tokens(demand.max_tokens),
             ..Request::default()
         };
-        let pipeline = self.pipeline.load();
         let now = self.started.elapsed();
         let (decision, reservation) = {
             // Decided and promised under one lock: two requests at once do not both see an idle target.
             let mut book = self.book.lock();
             book.describe(now, &mut candidates, &reports);
-            book.decide(now, &pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve)
+            book.decide(now, &self.pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve)
         };
         let reservation = reservation.map(|id| Reservation { book: Arc::clone(&self.book), id });
         for ((seen, candidate), verdict) in seen.iter_mut().zip(&candidates).zip(&decision.verdicts) {
@@ -295,7 +292,7 @@ impl Selector {
             prompt_blocks: to_u32(usable_blocks(prompt_tokens, block_size)),
             block_size_tokens: to_u32(block_size),
             candidates: seen,
-            policy: pipeline.summary().into(),
+            policy: self.pipeline.summary().into(),
             chosen: decision.chosen,
             chosen_incarnation: chosen_node.map(|(node, _)| node.incarnation),
             attempt,
@@ -314,6 +311,9 @@ impl Selector {
                     blocks.saturating_mul(record.block_size_tokens)
                 });
                 Ok(Placement { node: Arc::clone(node), rank: *rank, reservation, expected_cached_tokens: cached })
+            }
+            None if decision.outcome == Outcome::Saturated => {
+                Err(KvistError::new(Code::Overloaded, "all workers of this model are saturated").before_start())
             }
             None => Err(why_none(&record, missing_field)),
         };

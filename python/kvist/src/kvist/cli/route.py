@@ -74,7 +74,8 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
     print_table((*header, "cost (ms)", "left out"), rows)
     if decision.outcome:
         receipt = decision.receipt
-        typer.echo(f"outcome {decision.outcome}: {receipt.cached_tokens} of {receipt.prompt_tokens} tokens cached")
+        outcome = f"outcome {decision.outcome}: {receipt.cached_tokens} of {receipt.prompt_tokens} tokens cached"
+        typer.echo(outcome + first_token(decision))
 
 
 def cost_columns(candidate: events_pb2.Candidate) -> tuple[str, str, str, str]:
@@ -92,3 +93,16 @@ def cost_columns(candidate: events_pb2.Candidate) -> tuple[str, str, str, str]:
     )
     queue, prefill, others, cost = (f"{1000 * seconds:.1f}" for seconds in parts)
     return queue, prefill, others, cost
+
+
+def first_token(decision: events_pb2.DecisionRecord) -> str:
+    """When the first token was expected and when it came, as far as both are known."""
+    if not decision.HasField("chosen_candidate") or not decision.HasField("time_to_first_token"):
+        return ""
+    actual = f"; first token after {decision.time_to_first_token.ToMilliseconds()} ms"
+    chosen = decision.candidates[decision.chosen_candidate]
+    if not chosen.HasField("cost_terms"):
+        return actual
+    terms = chosen.cost_terms
+    expected = terms.queue_seconds + terms.prefill_seconds + terms.transfer_seconds
+    return f"{actual}, expected after {1000 * expected:.0f} ms"
