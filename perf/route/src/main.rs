@@ -1,5 +1,10 @@
 //! What a routing decision costs: 100,000 prompt tokens in blocks of 16, 64 targets that hold deep beginnings of the
-//! prompt, policy `cost`; and choice, reservation and release alone. Prints JSON.
+//! prompt, policy `cost`; and choice, reservation and release alone.
+
+// The facts that bench:index states, from the same source.
+#[allow(dead_code)]
+#[path = "../../index/src/facts.rs"]
+mod facts;
 
 use std::{
     hint::black_box,
@@ -15,7 +20,8 @@ use kvist_blocks::{
 };
 use kvist_index::{Index, IndexSettings};
 use kvist_schedule::{
-    Book, Candidate, Draws, EngineReport, Load, OverlapCursor, Pipeline, Request, ReservationId, TargetId, cached_prompt,
+    Book, Candidate, Draws, EngineReport, Load, OverlapCursor, Pipeline, Request, ReservationId, TargetId,
+    cached_prompt,
 };
 use serde_json::json;
 
@@ -27,6 +33,9 @@ const BLOCK_TOKENS: usize = 16;
 const TARGETS: u64 = 64;
 const EVENTS_PER_SECOND: u64 = 200_000;
 const BLOCKS_A_BATCH: u64 = 20;
+/// Of the 99th percentile.
+const DECISION_LIMIT_US: f64 = 200.0;
+const SELECT_LIMIT_US: f64 = 20.0;
 
 fn key(target: u64) -> SourceKey {
     SourceKey { worker: format!("worker-{target:02}").as_str().into(), rank: Rank(0) }
@@ -68,12 +77,13 @@ impl Desk {
     }
 
     /// What a router does behind the look-up: describe, choose, reserve.
-    fn choose(&mut self, now: Duration, mut cached: impl FnMut(&TargetId) -> Option<kvist_schedule::Cached>) -> ReservationId {
-        let request = Request {
-            prompt_tokens: PROMPT_TOKENS as u64,
-            expected_output_tokens: 128,
-            ..Request::default()
-        };
+    fn choose(
+        &mut self,
+        now: Duration,
+        mut cached: impl FnMut(&TargetId) -> Option<kvist_schedule::Cached>,
+    ) -> ReservationId {
+        let request =
+            Request { prompt_tokens: PROMPT_TOKENS as u64, expected_output_tokens: 128, ..Request::default() };
         let report = EngineReport {
             // A report serves the decisions of some 20 ms.
             received_at: Duration::from_millis(now.as_millis() as u64 / 20 * 20),
@@ -95,17 +105,6 @@ impl Desk {
         black_box(decision);
         reservation.expect("one of the targets can serve")
     }
-}
-
-/// How often the kernel has taken the core from this thread, which waits that the thread asked for are not.
-fn preemptions() -> i64 {
-    let mut usage = std::mem::MaybeUninit::zeroed();
-    // SAFETY: the call fills the structure, all of whose bit patterns are valid, and keeps no pointer to it.
-    let usage: libc::rusage = unsafe {
-        libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
-        usage.assume_init()
-    };
-    usage.ru_nivcsw
 }
 
 /// Samples, without those in the middle of which the kernel took the core away.
@@ -131,7 +130,8 @@ fn percentiles(samples: Samples) -> serde_json::Value {
     json!({"p50_us": at(0.5), "p95_us": at(0.95), "p99_us": at(0.99), "samples": samples.len(), "left_out": left_out})
 }
 
-fn main() {
+fn main() -> std::process::ExitCode {
+    let machine = facts::machine();
     let quick = std::env::args().any(|argument| argument == "--quick");
     let decisions = if quick { 500 } else { 5000 };
     let root = Namespace::new("bench", "", "").root(HashSeed(1));
@@ -152,7 +152,9 @@ fn main() {
                     std::thread::sleep(Duration::from_micros(200));
                     continue;
                 }
-                let name = |batch: u64| (0..BLOCKS_A_BATCH).map(move |block| BlockHash((batch << 8 | block) ^ 0x5bd1_e995 << 32));
+                let name = |batch: u64| {
+                    (0..BLOCKS_A_BATCH).map(move |block| BlockHash((batch << 8 | block) ^ 0x5bd1_e995 << 32))
+                };
                 let stored = Event::Stored { tier: Tier::Device, parent: None, hashes: name(next).collect() };
                 let mut events = vec![stored];
                 // What is stored is removed again a while later: half of the events are removals.
@@ -175,7 +177,7 @@ fn main() {
     let (mut whole, mut look_ups) = (Samples::default(), Samples::default());
     for number in 0..decisions {
         let tokens = &prompts[number % prompts.len()];
-        let preempted = preemptions();
+        let preempted = facts::preemptions();
         let before = Instant::now();
         let hashes = block_hashes(root, &tokens[..usable * BLOCK_TOKENS], BLOCK_TOKENS);
         let looked_up = Instant::now();
@@ -185,7 +187,7 @@ fn main() {
         let cached = |target: &TargetId| cached_prompt(cursor.get(target), 0, usable, BLOCK_TOKENS);
         let reservation = desk.choose(started.elapsed(), cached);
         let took = before.elapsed();
-        let is_whole = preempted == preemptions();
+        let is_whole = preempted == facts::preemptions();
         look_ups.add(look_up, is_whole);
         whole.add(took, is_whole);
         desk.book.reservations.release(reservation);
@@ -199,26 +201,54 @@ fn main() {
         desk.choose(started.elapsed(), |_| None);
     }
     for _ in 0..10 * decisions {
-        let preempted = preemptions();
+        let preempted = facts::preemptions();
         let before = Instant::now();
         let mut cursor = OverlapCursor::new(&overlaps);
         let cached = |target: &TargetId| cached_prompt(cursor.get(target), 0, usable, BLOCK_TOKENS);
         let reservation = desk.choose(started.elapsed(), cached);
         desk.book.reservations.release(reservation);
         let took = before.elapsed();
-        alone.add(took, preempted == preemptions());
+        alone.add(took, preempted == facts::preemptions());
     }
     stop.store(true, Ordering::Relaxed);
     let wrote_for = writer.join().expect("the writer ends");
+    let (whole, look_ups, alone) = (percentiles(whole), percentiles(look_ups), percentiles(alone));
+    let mut is_met = true;
+    for (what, figures, limit) in [
+        ("decision, 100,000 tokens hashed, 64 targets", &whole, Some(DECISION_LIMIT_US)),
+        ("of which look-up", &look_ups, None),
+        ("select, reserve, release, nothing hashed", &alone, Some(SELECT_LIMIT_US)),
+    ] {
+        let us = |name: &str| figures[name].as_f64().unwrap_or(f64::NAN);
+        let verdict = match limit {
+            None => String::new(),
+            Some(limit) if us("p99_us") < limit => format!("   below {limit} us"),
+            Some(limit) => {
+                is_met = false;
+                format!("   NOT below {limit} us")
+            }
+        };
+        println!("{what:45} p50 {:6.1} us   p99 {:6.1} us{verdict}", us("p50_us"), us("p99_us"));
+    }
     let report = json!({
         "prompt_tokens": PROMPT_TOKENS,
         "block_tokens": BLOCK_TOKENS,
         "targets": TARGETS,
         "policy": Pipeline::standard().summary(),
         "stored_blocks_per_second": applied.load(Ordering::Relaxed) as f64 / wrote_for.as_secs_f64(),
-        "decision_with_hashing": percentiles(whole),
-        "look_up": percentiles(look_ups),
-        "select_reserve_release": percentiles(alone),
+        "decision_with_hashing": whole,
+        "look_up": look_ups,
+        "select_reserve_release": alone,
+        "machine": machine,
+        "build": facts::build(),
     });
-    println!("{}", serde_json::to_string_pretty(&report).expect("numbers are JSON"));
+    let folder = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../results"));
+    let kept = serde_json::to_string_pretty(&report).unwrap_or_default();
+    if let Err(error) =
+        std::fs::create_dir_all(folder).and_then(|()| std::fs::write(folder.join("bench-route.json"), kept))
+    {
+        eprintln!("bench:route: results/bench-route.json: {error}");
+    }
+    println!("RESULT {report}");
+    if is_met { std::process::ExitCode::SUCCESS } else { std::process::ExitCode::FAILURE }
 }
