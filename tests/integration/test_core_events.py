@@ -125,6 +125,7 @@ async def test_an_index_learns_what_a_worker_holds(runtime: _core.Runtime, tmp_p
         assert registry.get_sample_value(names.INDEX_BATCHES) >= 1
         assert registry.get_sample_value(names.INDEX_CATCH_UPS) >= 1
         assert 0 < registry.get_sample_value(names.INDEX_EVENT_LAG_SECONDS) < 20
+        assert 0 == registry.get_sample_value(names.INDEX_EVENT_LAG_BATCHES)
         assert registry.get_sample_value(names.INDEX_SKIPPED_BATCHES, {"reason": "no_room"}) == 0
         await until(lambda: registry.get_sample_value(names.INDEX_DIGEST_MATCHES) >= 1)
         assert registry.get_sample_value(names.INDEX_DIGEST_MISMATCHES) == 0

@@ -122,3 +122,31 @@ pub struct GenerateInput {
     /// Fields that Kvist does not know.
     pub extras: Map<String, Value>,
 }
+
+impl GenerateInput {
+    /// A request with nothing but what every one has.
+    pub(crate) fn new(endpoint: Endpoint, model: String, prompt: PromptForm) -> Self {
+        Self {
+            endpoint,
+            model,
+            prompt,
+            sampling: Sampling::default(),
+            max_tokens: None,
+            min_tokens: None,
+            stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            include_stop_string: false,
+            ignore_eos: false,
+            structured: None,
+            logprobs: None,
+            choices: 1,
+            stream: false,
+            include_usage: false,
+            echo: false,
+            cache_salt: String::new(),
+            priority: 0,
+            repeated: Map::new(),
+            extras: Map::new(),
+        }
+    }
+}

@@ -147,6 +147,8 @@ pub struct TrackerCounters {
     pub tombstones: u64,
     /// Time between the record of the last applied batch and its place in the index.
     pub last_lag_micros: u64,
+    /// Batches by which all sources together are known to be ahead of the index, a moment ago.
+    pub lag_batches: u64,
     /// What could not be used.
     #[serde(flatten)]
     pub refusals: RefusalCounts,
@@ -163,6 +165,8 @@ struct CatchingUp {
 struct Tracked {
     /// The largest incarnation that was heard of.
     incarnation: Incarnation,
+    /// The sequence that its next batch will carry, by the newest word of it.
+    stated_next_sequence: u64,
     catching_up: Option<CatchingUp>,
     heard_since_start: Duration,
     is_silent: bool,
@@ -310,6 +314,7 @@ impl Tracker {
         let most_kept = self.settings.most_kept_batches;
         self.start_anew(key, incarnation, batch.sequence, now);
         let Some(tracked) = self.hear(key, incarnation, now) else { return };
+        tracked.note_position(incarnation, batch.sequence.saturating_add(1));
         if let Some(catching_up) = &mut tracked.catching_up {
             if incarnation < tracked.incarnation {
                 self.counters.refused_batches += 1;
@@ -337,6 +342,7 @@ impl Tracker {
     pub(crate) fn digest(&mut self, key: &SourceKey, incarnation: Incarnation, digest: &LedgerDigest, now: Moment) {
         self.start_anew(key, incarnation, digest.next_sequence, now);
         let Some(tracked) = self.hear(key, incarnation, now) else { return };
+        tracked.note_position(incarnation, digest.next_sequence);
         if tracked.catching_up.is_none() {
             match self.verify(key, incarnation, digest, now) {
                 DigestVerdict::Behind | DigestVerdict::Unknown => self.catch_up(key, 0, Duration::ZERO, true),
@@ -430,6 +436,7 @@ impl Tracker {
 
     /// Looks for silence.
     pub(crate) fn tick(&mut self, now: Moment) {
+        self.counters.lag_batches = self.lag_batches();
         for (key, tracked) in &mut self.sources {
             let silence = now.since_start.saturating_sub(tracked.heard_since_start);
             if !tracked.is_silent && silence > self.settings.silence_limit {
@@ -438,6 +445,16 @@ impl Tracker {
                 tracing::info!(worker = key.worker.as_str(), rank = key.rank.0, "kv_source_silent");
             }
         }
+    }
+
+    /// What was said and is not applied yet; only a source that is being caught up can have any.
+    fn lag_batches(&self) -> u64 {
+        let behind = self.sources.iter().filter(|(_, tracked)| tracked.catching_up.is_some());
+        let lags = behind.map(|(key, tracked)| {
+            let known = self.index.source(key).filter(|known| known.incarnation == tracked.incarnation);
+            tracked.stated_next_sequence.saturating_sub(known.map_or(0, |known| known.next_sequence))
+        });
+        lags.fold(0, u64::saturating_add)
     }
 
     /// Sources that are being caught up, and that are silent.
@@ -458,6 +475,9 @@ impl Tracker {
             return None;
         }
         let tracked = self.sources.entry(key.clone()).or_insert_with(|| Tracked::new(incarnation, now));
+        if incarnation > tracked.incarnation {
+            tracked.stated_next_sequence = 0;
+        }
         if incarnation >= tracked.incarnation {
             tracked.incarnation = incarnation;
             tracked.heard_since_start = now.since_start;
@@ -598,9 +618,16 @@ impl Tracker {
 }
 
 impl Tracked {
+    fn note_position(&mut self, incarnation: Incarnation, next_sequence: u64) {
+        if incarnation == self.incarnation {
+            self.stated_next_sequence = self.stated_next_sequence.max(next_sequence);
+        }
+    }
+
     fn new(incarnation: Incarnation, now: Moment) -> Self {
         Self {
             incarnation,
+            stated_next_sequence: 0,
             catching_up: None,
             heard_since_start: now.since_start,
             is_silent: false,

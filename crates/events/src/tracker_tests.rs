@@ -505,3 +505,28 @@ fn a_withdrawn_worker_is_forgotten() {
     assert!(world.index.sources().is_empty());
     assert!(world.tracker.sources.is_empty());
 }
+
+#[test]
+fn what_was_said_and_is_missing_is_the_lag() {
+    let mut world = settled();
+    let batch = |sequence| Batch { sequence, recorded_at_unix_nanos: 0, events: Vec::new() };
+    let lag = |world: &mut World| {
+        let now = world.now;
+        world.tracker.tick(now);
+        world.tracker.counters().lag_batches
+    };
+    let (incarnation, now) = (Incarnation(1), world.now);
+    world.tracker.batch(&key(0), incarnation, batch(0), now);
+    assert_eq!(0, lag(&mut world));
+    world.tracker.batch(&key(0), incarnation, batch(4), now);
+    assert_eq!(4, lag(&mut world));
+    let mut digest = stated(&new_ledger(4));
+    digest.next_sequence = 10;
+    world.tracker.digest(&key(1), incarnation, &digest, now);
+    assert_eq!(14, lag(&mut world));
+    // A newer start owes what it has said itself, and nothing of the older one's.
+    world.tracker.batch(&key(1), Incarnation(2), batch(1), now);
+    assert_eq!(6, lag(&mut world));
+    world.tracker.close(&uid(1), Incarnation(2));
+    assert_eq!(4, lag(&mut world));
+}

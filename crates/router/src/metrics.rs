@@ -160,6 +160,7 @@ pub(crate) struct FeedMetrics {
     bus_connected: Gauge,
     silent_sources: Gauge,
     event_lag_seconds: Gauge<f64, AtomicU64>,
+    event_lag_batches: Gauge,
     messages: Counter,
     batches: Counter,
     gaps: Counter,
@@ -183,6 +184,11 @@ impl FeedMetrics {
             silent_sources: metrics.register(
                 names::INDEX_SILENT_SOURCES,
                 "Sources that have fallen silent.",
+                Gauge::default(),
+            ),
+            event_lag_batches: metrics.register(
+                names::INDEX_EVENT_LAG_BATCHES,
+                "Batches by which all sources together are known to be ahead of the index.",
                 Gauge::default(),
             ),
             event_lag_seconds: metrics.register(
@@ -218,6 +224,7 @@ impl FeedMetrics {
         let (counters, refusals) = (&stats.counters, &stats.counters.refusals);
         self.bus_connected.set(stats.bus_connected.into());
         self.silent_sources.set(stats.silent_sources as i64);
+        self.event_lag_batches.set(counters.lag_batches as i64);
         self.event_lag_seconds.set(counters.last_lag_micros as f64 / 1e6);
         raise(&self.messages, stats.messages);
         raise(&self.batches, counters.applied_batches);

@@ -82,6 +82,8 @@ names! { METRICS:
     INDEX_SILENT_SOURCES = "kvist_index_silent_sources";
     /// From the record of the last batch in its ledger to its place in the index.
     INDEX_EVENT_LAG_SECONDS = "kvist_index_event_lag_seconds";
+    /// Batches by which sources are known to be ahead of the index.
+    INDEX_EVENT_LAG_BATCHES = "kvist_index_event_lag_batches";
     /// Share of EXACT sources times delivered over predicted hits, by model.
     KV_AWARENESS = "kvist_kv_awareness";
     /// EXACT sources over all of the workers of a model that take requests.

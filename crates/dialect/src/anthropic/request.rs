@@ -71,27 +71,17 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
         fields.take(field);
     }
     fields.map.retain(|_, value| !value.is_null());
+    let prompt = PromptForm::Chat { messages, variables: Map::new() };
     Ok(GenerateInput {
-        endpoint: Endpoint::Messages,
-        model,
-        prompt: PromptForm::Chat { messages, variables: Map::new() },
         sampling,
         max_tokens,
-        min_tokens: None,
         stop,
-        stop_token_ids: Vec::new(),
-        include_stop_string: false,
-        ignore_eos: false,
         structured,
-        logprobs: None,
-        choices: 1,
         stream,
-        include_usage: true,
-        echo: false,
         cache_salt,
         priority,
-        repeated: Map::new(),
         extras: fields.map,
+        ..GenerateInput::new(Endpoint::Messages, model, prompt)
     })
 }
 

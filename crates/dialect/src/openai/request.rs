@@ -188,9 +188,6 @@ fn read_common(
     };
     let structured = read_structured(&mut fields)?;
     let input = GenerateInput {
-        endpoint,
-        model,
-        prompt,
         sampling,
         max_tokens,
         min_tokens: fields.unsigned("min_tokens", 0, u32::MAX)?,
@@ -206,11 +203,9 @@ fn read_common(
         choices: fields.unsigned("n", 1, MOST_CHOICES)?.unwrap_or(1),
         stream,
         include_usage,
-        echo: false,
         cache_salt: fields.text("cache_salt")?.unwrap_or_default(),
         priority: read_priority(&mut fields)?,
-        repeated: Map::new(),
-        extras: Map::new(),
+        ..GenerateInput::new(endpoint, model, prompt)
     };
     for field in WITHOUT_EFFECT {
         fields.take(field);

@@ -70,27 +70,17 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
         fields.take(field);
     }
     fields.map.retain(|_, value| !value.is_null());
+    let prompt = PromptForm::Chat { messages, variables: Map::new() };
     Ok(GenerateInput {
-        endpoint: Endpoint::Responses,
-        model,
-        prompt: PromptForm::Chat { messages, variables: Map::new() },
         sampling,
         max_tokens,
-        min_tokens: None,
-        stop: Vec::new(),
-        stop_token_ids: Vec::new(),
-        include_stop_string: false,
-        ignore_eos: false,
         structured,
-        logprobs: None,
-        choices: 1,
         stream,
-        include_usage: true,
-        echo: false,
         cache_salt,
         priority,
         repeated,
         extras: fields.map,
+        ..GenerateInput::new(Endpoint::Responses, model, prompt)
     })
 }
 

@@ -78,6 +78,7 @@ INDEX_DIGEST_MISMATCHES: Final = "kvist_index_digest_mismatches_total"
 INDEX_CLOSED_INCARNATIONS: Final = "kvist_index_closed_incarnations_total"
 INDEX_SILENT_SOURCES: Final = "kvist_index_silent_sources"
 INDEX_EVENT_LAG_SECONDS: Final = "kvist_index_event_lag_seconds"
+INDEX_EVENT_LAG_BATCHES: Final = "kvist_index_event_lag_batches"
 
 # Labels.
 LABEL_REASON: Final = "reason"

@@ -80,6 +80,11 @@ class IndexCollector(Collector):
             (names.INDEX_BYTE_BUDGET, "Most bytes.", index.index_byte_budget),
             (names.INDEX_SILENT_SOURCES, "Sources that have fallen silent.", feed["silent_sources"]),
             (
+                names.INDEX_EVENT_LAG_BATCHES,
+                "Batches by which all sources together are known to be ahead of the index.",
+                feed["lag_batches"],
+            ),
+            (
                 names.INDEX_EVENT_LAG_SECONDS,
                 "From the record of the last batch in its ledger to its place in the index.",
                 feed["last_lag_micros"] / 1e6,
