@@ -23,6 +23,7 @@ use rand::{Rng as _, SeedableRng as _, rngs::SmallRng};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
+    runtime::{self, Runtime},
     sync::{Notify, mpsc},
     task::JoinHandle,
     time::timeout,
@@ -67,13 +68,16 @@ struct FakeEngine {
     answers: Arc<AtomicBool>,
     endpoint: String,
     replay_endpoint: String,
-    stopping: Arc<Notify>,
-    task: JoinHandle<()>,
+    /// Of this engine alone, as a process is: when it goes, so does everything in it, also the connection of a reader that
+    /// has connected a moment ago.
+    process: Option<Runtime>,
 }
 
 impl Drop for FakeEngine {
     fn drop(&mut self) {
-        self.task.abort();
+        if let Some(process) = self.process.take() {
+            process.shutdown_background();
+        }
     }
 }
 
@@ -84,32 +88,24 @@ impl FakeEngine {
 
     /// Older versions leave the topic out of replays.
     async fn start_at(endpoint: &str, replay_endpoint: &str, with_topic: bool) -> Self {
-        let mut publisher = PubSocket::new();
-        let endpoint = publisher.bind(endpoint).await.unwrap().to_string();
-        let mut router = RouterSocket::new();
-        let replay_endpoint = router.bind(replay_endpoint).await.unwrap().to_string();
+        let process = runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let history = Arc::new(Mutex::new(History::default()));
         let answers = Arc::new(AtomicBool::new(true));
-        let stopping = Arc::new(Notify::new());
-        let task = tokio::spawn({
-            let (history, answers, stopping) = (Arc::clone(&history), Arc::clone(&answers), Arc::clone(&stopping));
+        let (endpoint, replay_endpoint) = (endpoint.to_owned(), replay_endpoint.to_owned());
+        let starting = process.spawn({
+            let (history, answers) = (Arc::clone(&history), Arc::clone(&answers));
             async move {
-                tokio::select! {
-                    () = replay(&mut router, history, answers, with_topic) => {}
-                    () = stopping.notified() => {}
-                }
-                router.unbind_all().await;
+                let mut publisher = PubSocket::new();
+                let endpoint = publisher.bind(&endpoint).await.unwrap().to_string();
+                let mut router = RouterSocket::new();
+                let replay_endpoint = router.bind(&replay_endpoint).await.unwrap().to_string();
+                tokio::spawn(replay(router, history, answers, with_topic));
+                (publisher, endpoint, replay_endpoint)
             }
         });
-        Self { publisher, history, most_remembered: 10_000, answers, endpoint, replay_endpoint, stopping, task }
-    }
-
-    /// Ends both sockets. They take nobody new before their connections end: a reader that is quick to connect again
-    /// would otherwise meet a socket that is about to go, and that keeps its connection without ever using it.
-    async fn stop(mut self) {
-        self.stopping.notify_one();
-        in_time(&mut self.task).await.unwrap();
-        in_time(self.publisher.unbind_all()).await;
+        let (publisher, endpoint, replay_endpoint) = in_time(starting).await.unwrap();
+        let process = Some(process);
+        Self { publisher, history, most_remembered: 10_000, answers, endpoint, replay_endpoint, process }
     }
 
     fn record(&self, payload: &Bytes) -> u64 {
@@ -141,7 +137,7 @@ impl FakeEngine {
     }
 }
 
-async fn replay(router: &mut RouterSocket, history: Arc<Mutex<History>>, answers: Arc<AtomicBool>, with_topic: bool) {
+async fn replay(mut router: RouterSocket, history: Arc<Mutex<History>>, answers: Arc<AtomicBool>, with_topic: bool) {
     while let Ok(question) = router.recv().await {
         let question = question.into_vec();
         assert_eq!((3, 0), (question.len(), question[1].len()), "vLLM reads exactly three frames");
@@ -366,7 +362,7 @@ async fn another_start_of_the_engine_is_another_incarnation() {
     caller.listen_until(|caller| caller.batches == 3).await;
     // The next one is past the old one's number before anybody hears of it.
     let (endpoint, replay_endpoint) = (engine.endpoint.clone(), engine.replay_endpoint.clone());
-    engine.stop().await;
+    drop(engine);
     caller.until_stats(|stats| !stats.is_connected).await;
     let mut engine = restarted(&endpoint, &replay_endpoint).await;
     let others = &payloads[4..9];
@@ -378,7 +374,7 @@ async fn another_start_of_the_engine_is_another_incarnation() {
     engine.publish(&payloads[9]).await;
     caller.listen_until(|caller| caller.batches == 4 + others.len()).await;
     // And one that has said nothing at all yet.
-    engine.stop().await;
+    drop(engine);
     caller.until_stats(|stats| !stats.is_connected).await;
     let _engine = restarted(&endpoint, &replay_endpoint).await;
     caller.listen_until(|caller| caller.restarts == 2).await;
