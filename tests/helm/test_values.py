@@ -23,6 +23,8 @@ REFUSED = {
     "a typo in a model service": (sim(replica=2), "'replica' not allowed"),
     "a setting that is the chart's": ({"router": {"settings": {"http_listen": "0.0.0.0:1"}}}, "not allowed"),
     "a setting of another process": ({"kvmaster": {"settings": {"drain_seconds": 1}}}, "not allowed"),
+    "a typo in a stage of routing": ({"router": {"settings": {"routing": {"pickers": {}}}}}, "'pickers' not allowed"),
+    "a stage of routing without a name": ({"router": {"settings": {"routing": {"picker": {}}}}}, "'algorithm'"),
     "a text for a number": ({"router": {"replicas": "two"}}, "got string"),
     "a number for a text": ({"clusterName": 7}, "got number"),
     "a text for a switch": ({"tls": {"enabled": "yes"}}, "got string"),
