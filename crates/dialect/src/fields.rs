@@ -84,6 +84,12 @@ impl Fields {
             Some(_) => Err(wrong(name, "must be an object")),
         }
     }
+
+    /// What stays, without the fields that may be left without effect and those that say nothing.
+    pub(crate) fn into_extras(mut self, without_effect: &[&str]) -> Map<String, Value> {
+        self.map.retain(|name, value| !value.is_null() && !without_effect.contains(&name.as_str()));
+        self.map
+    }
 }
 
 pub(crate) fn wrong(field: impl Into<String>, why: impl Into<String>) -> KvistError {
@@ -163,4 +169,63 @@ pub(crate) fn read_token_ids(field: &str, value: &Value) -> Result<Vec<u32>, Kvi
                 .ok_or_else(|| wrong(format!("{field}[{position}]"), "must be a token id"))
         })
         .collect()
+}
+
+/// Name of the model.
+pub(crate) fn read_model(fields: &mut Fields) -> Result<String, KvistError> {
+    fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))
+}
+
+/// The messages of a conversation, at least one.
+pub(crate) fn read_messages(fields: &mut Fields) -> Result<Vec<Value>, KvistError> {
+    match fields.take("messages") {
+        Some(Value::Array(messages)) if !messages.is_empty() => Ok(messages),
+        Some(Value::Array(_)) => Err(wrong("messages", "must have at least one message")),
+        Some(_) => Err(wrong("messages", "must be an array of messages")),
+        None => Err(wrong("messages", "is missing")),
+    }
+}
+
+/// The text of a part of a content. `kinds` is what the API calls text.
+pub(crate) fn text_of_part<'a>(
+    part: &'a Value,
+    kinds: &[&str],
+    path: impl Fn() -> String,
+) -> Result<&'a str, KvistError> {
+    match part.get("type").and_then(Value::as_str) {
+        Some(kind) if kinds.contains(&kind) => {
+            let text = part.get("text").and_then(Value::as_str);
+            text.ok_or_else(|| wrong(format!("{}.text", path()), "must be a string"))
+        }
+        Some(kind) => {
+            Err(unsupported(format!("{}.type", path()), format!("this model takes text alone, not `{kind}`")))
+        }
+        None => Err(wrong(format!("{}.type", path()), "is missing")),
+    }
+}
+
+/// A JSON schema, as JSON text.
+pub(crate) fn read_schema(path: &str, schema: Option<&Value>) -> Result<String, KvistError> {
+    let schema = schema.filter(|schema| schema.is_object());
+    schema.map(Value::to_string).ok_or_else(|| wrong(path, "must be an object"))
+}
+
+/// Whether tools are listed.
+pub(crate) fn lists_tools(fields: &mut Fields, tools: &str) -> Result<bool, KvistError> {
+    match fields.take(tools) {
+        None => Ok(false),
+        Some(Value::Array(items)) => Ok(!items.is_empty()),
+        Some(_) => Err(wrong(tools, "must be an array")),
+    }
+}
+
+/// Refuses tools that may be called; where none may be, they are left out. `word` is what the request says in `choice`.
+pub(crate) fn refuse_tools(is_listed: bool, word: Option<&str>, tools: &str, choice: &str) -> Result<(), KvistError> {
+    const WHY: &str = "tool calls are not supported by this version; leave tools out or set `tool_choice` to `none`";
+    match word {
+        Some("none") => Ok(()),
+        Some("auto") | None if is_listed => Err(unsupported(tools, WHY)),
+        Some("auto") | None => Ok(()),
+        Some(_) => Err(unsupported(choice, WHY)),
+    }
 }

@@ -5,7 +5,7 @@ use kvist_errors::KvistError;
 use serde_json::Value;
 
 use crate::{
-    fields::{Fields, unsupported, wrong},
+    fields::{Fields, read_model, read_token_ids, unsupported, wrong},
     input::PromptForm,
     json::{write_display, write_list, write_number},
     openai::read_conversation,
@@ -61,14 +61,10 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeInput, KvistError> {
 pub fn parse_detokenize(body: &[u8]) -> Result<DetokenizeInput, KvistError> {
     let mut fields = Fields::parse(body)?;
     let tokens = fields.take("tokens").ok_or_else(|| wrong("tokens", "is missing"))?;
-    let token_ids = crate::fields::read_token_ids("tokens", &tokens)?;
+    let token_ids = read_token_ids("tokens", &tokens)?;
     let model = read_model(&mut fields)?;
     refuse_others(&fields)?;
     Ok(DetokenizeInput { model, token_ids })
-}
-
-fn read_model(fields: &mut Fields) -> Result<String, KvistError> {
-    fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))
 }
 
 fn refuse_others(fields: &Fields) -> Result<(), KvistError> {

@@ -120,7 +120,7 @@ impl Routes {
         let authorization = headers.get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         // Clients of the Anthropic API have a header of their own.
         match headers.get("x-api-key").and_then(|value| value.to_str().ok()) {
-            Some(key) if authorization.is_none() => self.keys.check(Some(&format!("Bearer {key}"))),
+            Some(key) if authorization.is_none() => self.keys.check_key(key.trim()),
             _ => self.keys.check(authorization),
         }
     }

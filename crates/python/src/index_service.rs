@@ -158,12 +158,15 @@ impl IndexService {
 
     /// An encoded `StatsResponse`, without `role`.
     fn stats<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let answer = py.detach(|| StatsResponse {
-            sources: self.index.sources().iter().map(convert::status_to).collect(),
-            index_bytes: self.index.memory().bytes,
-            index_byte_budget: self.settings.byte_budget,
-            index_blocks: self.index.memory().blocks,
-            ..StatsResponse::default()
+        let answer = py.detach(|| {
+            let memory = self.index.memory();
+            StatsResponse {
+                sources: self.index.sources().iter().map(convert::status_to).collect(),
+                index_bytes: memory.bytes,
+                index_byte_budget: memory.byte_budget,
+                index_blocks: memory.blocks,
+                ..StatsResponse::default()
+            }
         });
         PyBytes::new(py, &answer.encode_to_vec())
     }

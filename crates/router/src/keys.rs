@@ -74,6 +74,17 @@ impl ApiKeys {
             .filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"))
             .map(|(_, key)| key.trim())
             .ok_or_else(|| KvistError::new(Code::InvalidApiKey, "an API key is needed: Authorization: Bearer KEY"))?;
+        self.check_key(key)
+    }
+
+    /// Who presents this key.
+    ///
+    /// # Errors
+    /// Keys are needed and this is none of them.
+    pub fn check_key(&self, key: &str) -> Result<Caller, KvistError> {
+        if self.file.is_none() {
+            return Ok(Caller::default());
+        }
         // Only the hash is looked up, so the time this takes says nothing of the keys.
         let digest = ring::digest::digest(&ring::digest::SHA256, key.as_bytes());
         let table = self.table.load();

@@ -96,12 +96,19 @@ fn judge_awareness(core: &RouterCore, view: &ClusterView, sources: &[SourceStatu
             SourceCount { all: count.all + node.ranks(), exact: count.exact + known as u32 }
         })
     };
-    let counts = view.models_by_name().into_iter().map(|model| (Arc::clone(&model.name), count(model))).collect();
+    let counts: BTreeMap<Arc<str>, SourceCount> =
+        view.models_by_name().into_iter().map(|model| (Arc::clone(&model.name), count(model))).collect();
     let metrics = &core.metrics;
     let shares = [&metrics.kv_awareness, &metrics.kv_exact_sources_share, &metrics.kv_delivered_hits_share];
-    // A model that is gone has no share.
-    shares.iter().for_each(|family| family.clear());
-    metrics.kv_aware.clear();
+    // A model that is gone has no share. Those of the others stay while they are set, for whoever reads meanwhile.
+    let gone = |model: &&Arc<str>| !counts.contains_key(*model);
+    for model in core.aware_models.borrow().keys().filter(gone) {
+        let label = ModelLabel { model: model.to_string() };
+        for family in shares {
+            family.remove(&label);
+        }
+        metrics.kv_aware.remove(&label);
+    }
     let mut aware_models = BTreeMap::new();
     for (model, condition, has_changed) in core.awareness.judge(core.started.elapsed(), SystemTime::now(), &counts) {
         let (exact, delivered) = (condition.sources.exact_share(), condition.delivered_share());

@@ -4,7 +4,10 @@ use kvist_errors::KvistError;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    fields::{Fields, read_priority, read_stop, read_top_k, read_top_p, refuse_mesh_fields, unsupported, wrong},
+    fields::{
+        Fields, lists_tools, read_messages, read_model, read_priority, read_schema, read_stop, read_top_k, read_top_p,
+        refuse_mesh_fields, refuse_tools, text_of_part, unsupported, wrong,
+    },
     input::{Endpoint, GenerateInput, PromptForm, Sampling, Structured},
 };
 
@@ -43,20 +46,18 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
     if let Some(system) = fields.take("system") {
         messages.push(json!({"role": "system", "content": read_system(system)?}));
     }
-    let turns = match fields.take("messages") {
-        Some(Value::Array(turns)) if !turns.is_empty() => turns,
-        Some(Value::Array(_)) => return Err(wrong("messages", "must have at least one message")),
-        Some(_) => return Err(wrong("messages", "must be an array of messages")),
-        None => return Err(wrong("messages", "is missing")),
-    };
+    let turns = read_messages(&mut fields)?;
     let last = turns.len() - 1;
     for (position, turn) in turns.into_iter().enumerate() {
         read_turn(position, turn, position == last, &mut messages)?;
     }
-    refuse_tools(&mut fields)?;
+    let lists_tools = lists_tools(&mut fields, "tools")?;
+    let choice = fields.object("tool_choice")?;
+    let word = choice.as_ref().and_then(|choice| choice.get("type")).and_then(Value::as_str);
+    refuse_tools(lists_tools, word, "tools", "tool_choice")?;
     refuse_thinking(&mut fields)?;
     let structured = read_format(&mut fields)?;
-    let model = fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))?;
+    let model = read_model(&mut fields)?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
         top_p: read_top_p(&mut fields)?,
@@ -67,10 +68,6 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let cache_salt = fields.text("cache_salt")?.unwrap_or_default();
     let priority = read_priority(&mut fields)?;
-    for field in WITHOUT_EFFECT {
-        fields.take(field);
-    }
-    fields.map.retain(|_, value| !value.is_null());
     let prompt = PromptForm::Chat { messages, variables: Map::new() };
     Ok(GenerateInput {
         sampling,
@@ -80,7 +77,7 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
         stream,
         cache_salt,
         priority,
-        extras: fields.map,
+        extras: fields.into_extras(&WITHOUT_EFFECT),
         ..GenerateInput::new(Endpoint::Messages, model, prompt)
     })
 }
@@ -98,14 +95,7 @@ fn read_system(system: Value) -> Result<String, KvistError> {
 
 /// The text of a block that can be nothing else.
 fn text_of<'a>(path: &str, block: &'a Value) -> Result<&'a str, KvistError> {
-    match block.get("type").and_then(Value::as_str) {
-        Some("text") => {
-            let text = block.get("text").and_then(Value::as_str);
-            text.ok_or_else(|| wrong(format!("{path}.text"), "must be a string"))
-        }
-        Some(kind) => Err(unsupported(format!("{path}.type"), format!("this model takes text alone, not `{kind}`"))),
-        None => Err(wrong(format!("{path}.type"), "is missing")),
-    }
+    text_of_part(block, &["text"], || path.to_owned())
 }
 
 /// What one message of the API says, as chat templates want it: results of tools are messages of their own there.
@@ -190,23 +180,6 @@ fn read_assistant(path: &str, blocks: &[Value], messages: &mut Vec<Value>) -> Re
     Ok(())
 }
 
-/// Tools may be listed when none may be called; then they are left out.
-fn refuse_tools(fields: &mut Fields) -> Result<(), KvistError> {
-    const WHY: &str = "tool calls are not supported by this version; leave tools out or set `tool_choice` to `none`";
-    let is_listed = match fields.take("tools") {
-        None => false,
-        Some(Value::Array(items)) => !items.is_empty(),
-        Some(_) => return Err(wrong("tools", "must be an array")),
-    };
-    let choice = fields.object("tool_choice")?;
-    match choice.as_ref().and_then(|choice| choice.get("type")).and_then(Value::as_str) {
-        Some("none") => Ok(()),
-        Some("auto") | None if !is_listed => Ok(()),
-        Some("auto") | None => Err(unsupported("tools", WHY)),
-        Some(_) => Err(unsupported("tool_choice", WHY)),
-    }
-}
-
 fn refuse_thinking(fields: &mut Fields) -> Result<(), KvistError> {
     let thinking = fields.object("thinking")?;
     match thinking.as_ref().and_then(|thinking| thinking.get("type")).and_then(Value::as_str) {
@@ -233,9 +206,8 @@ fn read_format(fields: &mut Fields) -> Result<Option<Structured>, KvistError> {
     if format.get("type").and_then(Value::as_str) != Some("json_schema") {
         return Err(wrong(format!("{path}.type"), "must be json_schema"));
     }
-    let schema = format.get("schema").filter(|schema| schema.is_object());
-    let schema = schema.ok_or_else(|| wrong(format!("{path}.schema"), "must be an object"))?;
-    Ok(Some(Structured::JsonSchema(schema.to_string())))
+    let schema = read_schema(&format!("{path}.schema"), format.get("schema"))?;
+    Ok(Some(Structured::JsonSchema(schema)))
 }
 
 #[cfg(test)]

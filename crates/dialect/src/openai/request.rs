@@ -5,8 +5,8 @@ use serde_json::{Map, Value};
 
 use crate::{
     fields::{
-        Fields, read_priority, read_stop, read_token_ids, read_top_k, read_top_p, refuse_mesh_fields, unsupported,
-        wrong,
+        Fields, lists_tools, read_messages, read_model, read_priority, read_schema, read_stop, read_token_ids,
+        read_top_k, read_top_p, refuse_mesh_fields, refuse_tools, text_of_part, unsupported, wrong,
     },
     input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured},
 };
@@ -74,7 +74,7 @@ const MOST_CHOICES: u32 = 128;
 pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let mut fields = Fields::parse(body)?;
     let prompt = read_conversation(&mut fields)?;
-    refuse_tools(&mut fields)?;
+    refuse_all_tools(&mut fields)?;
     if fields.boolean("echo")?.unwrap_or(false) {
         return Err(unsupported("echo", "only the completions API repeats the prompt"));
     }
@@ -98,13 +98,7 @@ pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
 
 /// Messages and what else a template is told.
 pub(crate) fn read_conversation(fields: &mut Fields) -> Result<PromptForm, KvistError> {
-    let messages = match fields.take("messages") {
-        Some(Value::Array(messages)) if !messages.is_empty() => messages,
-        Some(Value::Array(_)) => return Err(wrong("messages", "must have at least one message")),
-        Some(_) => return Err(wrong("messages", "must be an array of messages")),
-        None => return Err(wrong("messages", "is missing")),
-    };
-    let messages = messages
+    let messages = read_messages(fields)?
         .into_iter()
         .enumerate()
         .map(|(position, message)| read_message(position, message))
@@ -168,7 +162,7 @@ fn read_common(
             return Err(unsupported(field, "this version cannot honor it"));
         }
     }
-    let model = fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))?;
+    let model = read_model(&mut fields)?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
         top_p: read_top_p(&mut fields)?,
@@ -207,11 +201,7 @@ fn read_common(
         priority: read_priority(&mut fields)?,
         ..GenerateInput::new(endpoint, model, prompt)
     };
-    for field in WITHOUT_EFFECT {
-        fields.take(field);
-    }
-    fields.map.retain(|_, value| !value.is_null());
-    Ok(GenerateInput { extras: fields.map, ..input })
+    Ok(GenerateInput { extras: fields.into_extras(&WITHOUT_EFFECT), ..input })
 }
 
 /// Whether the stream ends with usage.
@@ -249,23 +239,8 @@ fn read_message(position: usize, message: Value) -> Result<Value, KvistError> {
             }
         }
         Some(Value::Array(parts)) => {
-            let mut texts = Vec::with_capacity(parts.len());
-            for (number, part) in parts.iter().enumerate() {
-                match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
-                    (Some("text"), Some(piece)) => texts.push(piece),
-                    (Some("text"), None) => {
-                        return Err(wrong(format!("{path}.content[{number}].text"), "must be a string"));
-                    }
-                    (Some(kind), _) => {
-                        return Err(unsupported(
-                            format!("{path}.content[{number}].type"),
-                            format!("this model takes text alone, not `{kind}`"),
-                        ));
-                    }
-                    (None, _) => return Err(wrong(format!("{path}.content[{number}].type"), "is missing")),
-                }
-            }
-            texts.join("\n")
+            let read = |(number, part)| text_of_part(part, &["text"], || format!("{path}.content[{number}]"));
+            parts.iter().enumerate().map(read).collect::<Result<Vec<_>, _>>()?.join("\n")
         }
         Some(_) => return Err(wrong(format!("{path}.content"), "must be a string or a list of parts")),
     };
@@ -324,22 +299,14 @@ fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, KvistError> {
         .collect()
 }
 
-/// Tools may be listed when none may be called; then they are left out.
-fn refuse_tools(fields: &mut Fields) -> Result<(), KvistError> {
-    const WHY: &str = "tool calls are not supported by this version; leave tools out or set `tool_choice` to `none`";
+/// The API has had two names for tools.
+fn refuse_all_tools(fields: &mut Fields) -> Result<(), KvistError> {
     fields.take("parallel_tool_calls");
     for (tools, choice) in [("tools", "tool_choice"), ("functions", "function_call")] {
-        let listed = match fields.take(tools) {
-            None => false,
-            Some(Value::Array(items)) => !items.is_empty(),
-            Some(_) => return Err(wrong(tools, "must be an array")),
-        };
-        match fields.take(choice) {
-            Some(value) if value == "none" => {}
-            Some(value) if value != "auto" => return Err(unsupported(choice, WHY)),
-            _ if listed => return Err(unsupported(tools, WHY)),
-            _ => {}
-        }
+        let is_listed = lists_tools(fields, tools)?;
+        let chosen = fields.take(choice);
+        let word = chosen.as_ref().map(|chosen| chosen.as_str().unwrap_or("one by its name"));
+        refuse_tools(is_listed, word, tools, choice)?;
     }
     Ok(())
 }
@@ -352,9 +319,7 @@ fn read_structured(fields: &mut Fields) -> Result<Option<Structured>, KvistError
             Some("json_object") => found.push(Structured::JsonObject),
             Some("json_schema") => {
                 let schema = format.get("json_schema").and_then(|wrapper| wrapper.get("schema"));
-                let schema = schema.filter(|schema| schema.is_object());
-                let schema = schema.ok_or_else(|| wrong("response_format.json_schema.schema", "must be an object"))?;
-                found.push(Structured::JsonSchema(schema.to_string()));
+                found.push(Structured::JsonSchema(read_schema("response_format.json_schema.schema", schema)?));
             }
             Some("structural_tag") => found.push(Structured::StructuralTag(Value::Object(format).to_string())),
             _ => {

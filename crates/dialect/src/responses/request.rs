@@ -4,7 +4,10 @@ use kvist_errors::KvistError;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    fields::{Fields, read_priority, read_top_p, refuse_mesh_fields, unsupported, wrong},
+    fields::{
+        Fields, lists_tools, read_model, read_priority, read_schema, read_top_p, refuse_mesh_fields, refuse_tools,
+        text_of_part, unsupported, wrong,
+    },
     input::{Endpoint, GenerateInput, PromptForm, Sampling, Structured},
 };
 
@@ -41,7 +44,14 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
     if fields.boolean("store")? != Some(false) {
         return Err(unsupported("store", "this server keeps no answers: it must be false"));
     }
-    refuse_tools(&mut fields)?;
+    let lists_tools = lists_tools(&mut fields, "tools")?;
+    let choice = fields.take("tool_choice");
+    let word = match &choice {
+        Some(Value::String(word)) => Some(word.as_str()),
+        Some(Value::Object(_)) => Some("one by its name"),
+        _ => None,
+    };
+    refuse_tools(lists_tools, word, "tools", "tool_choice")?;
     refuse_others(&mut fields)?;
     let repeated = REPEATED.into_iter().filter_map(|name| Some((name.to_owned(), fields.map.get(name)?.clone())));
     let repeated: Map<String, Value> = repeated.collect();
@@ -56,7 +66,7 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
         None => return Err(wrong("input", "is missing")),
     }
     let structured = read_format(&mut fields)?;
-    let model = fields.text("model")?.filter(|model| !model.is_empty()).ok_or_else(|| wrong("model", "is missing"))?;
+    let model = read_model(&mut fields)?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
         top_p: read_top_p(&mut fields)?,
@@ -66,10 +76,6 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let cache_salt = fields.text("cache_salt")?.unwrap_or_default();
     let priority = read_priority(&mut fields)?;
-    for field in WITHOUT_EFFECT {
-        fields.take(field);
-    }
-    fields.map.retain(|_, value| !value.is_null());
     let prompt = PromptForm::Chat { messages, variables: Map::new() };
     Ok(GenerateInput {
         sampling,
@@ -79,26 +85,9 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
         cache_salt,
         priority,
         repeated,
-        extras: fields.map,
+        extras: fields.into_extras(&WITHOUT_EFFECT),
         ..GenerateInput::new(Endpoint::Responses, model, prompt)
     })
-}
-
-/// Tools may be listed when none may be called; then they are left out.
-fn refuse_tools(fields: &mut Fields) -> Result<(), KvistError> {
-    const WHY: &str = "tool calls are not supported by this version; leave tools out or set `tool_choice` to `none`";
-    let is_listed = match fields.take("tools") {
-        None => false,
-        Some(Value::Array(items)) => !items.is_empty(),
-        Some(_) => return Err(wrong("tools", "must be an array")),
-    };
-    match fields.take("tool_choice") {
-        Some(Value::String(choice)) if choice == "none" => Ok(()),
-        Some(Value::String(choice)) if choice != "auto" => Err(unsupported("tool_choice", WHY)),
-        Some(Value::Object(_)) => Err(unsupported("tool_choice", WHY)),
-        _ if is_listed => Err(unsupported("tools", WHY)),
-        _ => Ok(()),
-    }
 }
 
 fn refuse_others(fields: &mut Fields) -> Result<(), KvistError> {
@@ -188,18 +177,8 @@ fn read_content(path: &str, content: Option<&Value>) -> Result<String, KvistErro
     match content {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Array(parts)) => {
-            let read = |(number, part): (usize, &Value)| {
-                let path = format!("{path}.content[{number}]");
-                match part.get("type").and_then(Value::as_str) {
-                    Some("input_text" | "output_text" | "text") => {
-                        let text = part.get("text").and_then(Value::as_str);
-                        text.map(str::to_owned).ok_or_else(|| wrong(format!("{path}.text"), "must be a string"))
-                    }
-                    Some(kind) => {
-                        Err(unsupported(format!("{path}.type"), format!("this model takes text alone, not `{kind}`")))
-                    }
-                    None => Err(wrong(format!("{path}.type"), "is missing")),
-                }
+            let read = |(number, part)| {
+                text_of_part(part, &["input_text", "output_text", "text"], || format!("{path}.content[{number}]"))
             };
             Ok(parts.iter().enumerate().map(read).collect::<Result<Vec<_>, _>>()?.join("\n"))
         }
@@ -219,9 +198,8 @@ fn read_format(fields: &mut Fields) -> Result<Option<Structured>, KvistError> {
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(Structured::JsonObject)),
         Some("json_schema") => {
-            let schema = format.get("schema").filter(|schema| schema.is_object());
-            let schema = schema.ok_or_else(|| wrong("text.format.schema", "must be an object"))?;
-            Ok(Some(Structured::JsonSchema(schema.to_string())))
+            let schema = read_schema("text.format.schema", format.get("schema"))?;
+            Ok(Some(Structured::JsonSchema(schema)))
         }
         _ => Err(wrong("text.format.type", "must be one of text, json_object, json_schema")),
     }

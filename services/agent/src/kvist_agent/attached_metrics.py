@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvist import names
+from kvist_agent.labelled_metrics import labelled_families
 
 _OF_RANK: Final = [names.LABEL_WORKER, names.LABEL_RANK]
 _GAUGES: Final = (
@@ -51,16 +52,8 @@ class AttachedCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """The present numbers."""
         ranks = list(_ranks(json.loads(self._engines.stats())))
-        for name, text, key in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=_OF_RANK)
-            for labels, numbers in ranks:
-                gauge.add_metric(labels, float(numbers[key]))
-            yield gauge
-        for name, text, key in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=_OF_RANK)
-            for labels, numbers in ranks:
-                counter.add_metric(labels, numbers[key])
-            yield counter
+        yield from labelled_families(GaugeMetricFamily, _GAUGES, _OF_RANK, ranks)
+        yield from labelled_families(CounterMetricFamily, _COUNTERS, _OF_RANK, ranks)
         for name, text, key, label in _COUNTERS_BY_REASON:
             counter = CounterMetricFamily(name, text, labels=[*_OF_RANK, label])
             for labels, numbers in ranks:

@@ -8,7 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvist import names
+from kvist_agent.labelled_metrics import labelled_families
 
+_GAUGES: Final = ((names.RELAY_CONNECTED, "Whether the worker's stream stands.", "connected"),)
 _COUNTERS: Final = (
     (names.RELAY_MESSAGES, "Messages published.", "messages"),
     (names.RELAY_BATCHES, "Batches published.", "batches"),
@@ -40,14 +42,6 @@ class RelayCollector(Collector):
         yield GaugeMetricFamily(
             names.RELAY_BUS_CONNECTED, "Whether the relay's NATS is connected.", value=float(stats["bus_connected"])
         )
-        connected = GaugeMetricFamily(
-            names.RELAY_CONNECTED, "Whether the worker's stream stands.", labels=[names.LABEL_WORKER]
-        )
-        for uid, numbers in workers.items():
-            connected.add_metric([uid], float(numbers["connected"]))
-        yield connected
-        for name, text, key in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=[names.LABEL_WORKER])
-            for uid, numbers in workers.items():
-                counter.add_metric([uid], numbers[key])
-            yield counter
+        rows = [([uid], numbers) for uid, numbers in workers.items()]
+        yield from labelled_families(GaugeMetricFamily, _GAUGES, [names.LABEL_WORKER], rows)
+        yield from labelled_families(CounterMetricFamily, _COUNTERS, [names.LABEL_WORKER], rows)
