@@ -9,12 +9,14 @@ use kvist_proto::{
     agent,
     engine::v1::{ResumePosition, WatchKvEventsRequest, WatchKvEventsResponse, watch_kv_events_response::Part},
 };
+use prost::Message as _;
 use tokio::time::timeout;
 use tonic::transport::ClientTlsConfig;
 
 use crate::{
     EventsError,
     convert::{batch_from, collect_chunk, digest_from, source_from},
+    room::{Held, Room},
     tracker::{CatchUpOrder, History, HistorySnapshot},
     worker_channel,
 };
@@ -107,8 +109,12 @@ async fn open(
     Ok(parts.map_ok(|part| part.response.unwrap_or_default()).boxed())
 }
 
-/// One question and its whole answer.
-pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -> Result<History, EventsError> {
+/// One question and its whole answer, with the room that it takes.
+pub(crate) async fn fetch(
+    order: &CatchUpOrder,
+    tls: Option<&ClientTlsConfig>,
+    room: &Room,
+) -> Result<(History, Held), EventsError> {
     let late = |_| EventsError::Worker("it fell silent".to_owned());
     let rank = order.key.rank.0;
     let resume_after = order
@@ -119,12 +125,14 @@ pub(crate) async fn fetch(order: &CatchUpOrder, tls: Option<&ClientTlsConfig>) -
     let request = WatchKvEventsRequest { resume_after, follow: false, ranks: vec![rank] };
     let mut parts = timeout(PART_TIME_LIMIT, open(order, request, tls)).await.map_err(late)??;
     let mut answer = Answer::default();
+    let mut held = room.hold();
     while let Some(message) = timeout(PART_TIME_LIMIT, parts.try_next()).await.map_err(late)?.map_err(failed)? {
+        held.grow(message.encoded_len()).await;
         let part = message.part.ok_or(EventsError::Malformed("unknown part"))?;
         if answer.take(order, part)? {
             // Its end follows at once; to hang up before would look like a reader that has given up.
             let _ = timeout(END_TIME_LIMIT, parts.try_next()).await;
-            return answer.finish();
+            return answer.finish().map(|history| (history, held));
         }
     }
     Err(EventsError::BrokenOff)

@@ -30,6 +30,7 @@ use crate::{
     lanes::Lanes,
     refusals::Refusal,
     relay::MOST_MESSAGE_BYTES,
+    room::Held,
     tracker::{CatchUpOrder, History, Moment, Tracker, TrackerSettings},
 };
 
@@ -53,6 +54,8 @@ pub struct FeedSettings {
     /// Most histories fetched at once; bounds memory and what workers have to send. Those that take longer than half a
     /// second do not count, and have a limit of their own: eight times this one.
     pub most_catch_ups: usize,
+    /// Most bytes of histories that are received at once; one that is larger by itself comes in all the same, alone.
+    pub most_history_bytes: usize,
     /// Most batches kept for a source while it catches up.
     pub most_kept_batches: usize,
     /// Most messages of the bus that wait to be applied; what comes beyond is lost, and found like any other loss.
@@ -73,6 +76,7 @@ impl FeedSettings {
             digest_interval: Duration::from_secs(5),
             catch_up_spread: Duration::from_millis(500),
             most_catch_ups: 8,
+            most_history_bytes: 64 * 1024 * 1024,
             most_kept_batches: 16_384,
             most_waiting_messages: 16_384,
             worker_tls: None,
@@ -144,7 +148,7 @@ impl IndexFeed {
             started: Instant::now(),
             stats: Arc::clone(&stats),
             messages: 0,
-            lanes: Lanes::new(settings.most_catch_ups.max(1)),
+            lanes: Lanes::new(settings.most_catch_ups.max(1), settings.most_history_bytes),
             fetches: JoinSet::new(),
             fetch_of: HashMap::new(),
             bootstraps: JoinSet::new(),
@@ -200,7 +204,7 @@ impl Drop for IndexFeed {
     }
 }
 
-type Fetched = (CatchUpOrder, Result<History, EventsError>);
+type Fetched = (CatchUpOrder, Result<(History, Held), EventsError>);
 
 /// KV masters have been asked for these; which of them broke off.
 struct Bootstrapped {
@@ -449,8 +453,12 @@ impl Worker {
         }
     }
 
-    fn answered(&mut self, order: &CatchUpOrder, answer: Result<History, EventsError>) {
+    fn answered(&mut self, order: &CatchUpOrder, answer: Result<(History, Held), EventsError>) {
         let now = self.now();
+        let (answer, _held_until_applied) = match answer {
+            Ok((history, held)) => (Ok(history), Some(held)),
+            Err(error) => (Err(error), None),
+        };
         let answer = answer.map_err(|error| {
             tracing::debug!(
                 worker = order.key.worker.as_str(),

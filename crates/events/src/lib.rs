@@ -23,6 +23,7 @@ mod feed;
 mod lanes;
 mod refusals;
 mod relay;
+mod room;
 mod subject;
 mod tracker;
 mod vllm;

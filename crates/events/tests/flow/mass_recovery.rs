@@ -170,3 +170,25 @@ async fn slow_workers_delay_nobody_and_are_asked_by_few_at_once() {
     eventually("the slow one is known as well", || exact_sources(&feed) == 60).await;
     assert!((MOST_SLOW..=MOST_OPEN).contains(&slow.open_questions().1), "{:?}", slow.open_questions());
 }
+
+/// R32.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn histories_that_are_larger_than_all_the_room_come_in_one_after_the_other() {
+    const RANKS: u32 = 20;
+    let Some(nats) = NatsServer::start() else { return };
+    let worker = ScriptedWorker::start("worker", 10, RANKS, 64).await;
+    for rank in 0..RANKS {
+        (0..PROMPTS).for_each(|prompt| worker.store(rank, prompt + PROMPTS * rank));
+    }
+    let mut settings = new_feed_settings(&nats);
+    settings.most_history_bytes = 1;
+    let feed = new_feed(settings).await;
+    feed.set_workers(vec![FeedWorker {
+        uid: "worker".into(),
+        address: worker.address(),
+        incarnation: Incarnation(10),
+        ranks: RANKS,
+        is_attached: false,
+    }]);
+    eventually("all is known", || exact_sources(&feed) == RANKS as usize).await;
+}
