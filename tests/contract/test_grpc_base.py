@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -42,6 +43,14 @@ class Servicer(kvmaster_pb2_grpc.KvMasterServiceServicer):
                 finally:
                     self.cancelled.set()
         return kvmaster_pb2.PutPrefixResponse()
+
+    async def WatchSources(self, request, context):  # noqa: N802
+        try:
+            while True:
+                yield kvmaster_pb2.WatchSourcesResponse()
+                await asyncio.sleep(0)
+        finally:
+            self.cancelled.set()
 
     async def Bootstrap(self, request, context):  # noqa: N802
         yield kvmaster_pb2.BootstrapResponse()
@@ -134,6 +143,21 @@ async def test_cancelling_reaches_the_handler(served) -> None:
         await stub.PutPrefix(request, timeout=0.2)
     await asyncio.wait_for(servicer.cancelled.wait(), 5)
     assert registry.get_sample_value("kvist_grpc_server_active_calls", {"method": f"{SERVICE}/PutPrefix"}) == 0
+
+
+@pytest.mark.parametrize("messages", [0, 1, 50])
+async def test_a_client_that_hangs_up_in_mid_stream_ends_the_call_without_a_word(served, caplog, messages) -> None:
+    servicer, _, channel, registry = served
+    call = kvmaster_pb2_grpc.KvMasterServiceStub(channel).WatchSources(kvmaster_pb2.WatchSourcesRequest())
+    for _ in range(messages):
+        await call.read()
+    call.cancel()
+    if messages:
+        await servicer.cancelled.wait()
+    labels = {"method": f"{SERVICE}/WatchSources"}
+    while registry.get_sample_value("kvist_grpc_server_active_calls", labels):
+        await asyncio.sleep(0.01)
+    assert [] == [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_server_that_is_gone_is_unavailable(served) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 from opentelemetry import trace
+from opentelemetry.context import attach
 from opentelemetry.propagate import extract, inject
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -59,8 +60,10 @@ class ServerCalls(grpc.aio.ServerInterceptor):
             async with self._call(method, metadata, context):
                 result = behaviour(request, context)
                 if hasattr(result, "__aiter__"):
-                    async for response in result:
-                        yield response
+                    # Closed with the call: a handler whose client has gone ends now and not when it is collected.
+                    async with aclosing(result):
+                        async for response in result:
+                            yield response
                 else:  # A handler that writes to its context.
                     await result
 
@@ -83,40 +86,42 @@ class ServerCalls(grpc.aio.ServerInterceptor):
         code = "CANCELLED"
         active = self._active.labels(method)
         active.inc()
-        with self._tracer.start_as_current_span(
+        span = self._tracer.start_span(
             method,
             context=extract(metadata),
             kind=trace.SpanKind.SERVER,
             attributes={names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: method},
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as span:
-            try:
-                yield
-                code = "OK"
-            except errors.KvistError as failure:
-                code = failure.entry.grpc
-                span.set_attribute(names.ERROR_TYPE, failure.code)
-                if code == "INTERNAL":
-                    self._log.exception("grpc_call_failed", method=method)
-                await errors.abort(context, failure)
-            except grpc.aio.AbortError:
-                set_code = context.code()
-                code = set_code.name if isinstance(set_code, grpc.StatusCode) else "UNKNOWN"
-                raise
-            except NotImplementedError:
-                code = "UNIMPLEMENTED"
-                await errors.abort(context, errors.UnsupportedError(f"{method} is not supported"))
-            except Exception:  # noqa: BLE001  The root of a call: logged, counted and answered.
-                code = "INTERNAL"
-                span.set_attribute(names.ERROR_TYPE, code)
+        )
+        # Never detached: each call has a task, and with it a context, of its own. A stream whose client hangs up is
+        # closed from another one, where detaching would fail.
+        attach(trace.set_span_in_context(span))
+        try:
+            yield
+            code = "OK"
+        except errors.KvistError as failure:
+            code = failure.entry.grpc
+            span.set_attribute(names.ERROR_TYPE, failure.code)
+            if code == "INTERNAL":
                 self._log.exception("grpc_call_failed", method=method)
-                await errors.abort(context, errors.InternalError("Kvist has a fault; its log says more"))
-            finally:
-                span.set_attribute(names.RPC_RESPONSE_STATUS_CODE, code)
-                active.dec()
-                self._calls.labels(method, code).inc()
-                self._durations.labels(method).observe(time.monotonic() - started)
+            await errors.abort(context, failure)
+        except grpc.aio.AbortError:
+            set_code = context.code()
+            code = set_code.name if isinstance(set_code, grpc.StatusCode) else "UNKNOWN"
+            raise
+        except NotImplementedError:
+            code = "UNIMPLEMENTED"
+            await errors.abort(context, errors.UnsupportedError(f"{method} is not supported"))
+        except Exception:  # noqa: BLE001  The root of a call: logged, counted and answered.
+            code = "INTERNAL"
+            span.set_attribute(names.ERROR_TYPE, code)
+            self._log.exception("grpc_call_failed", method=method)
+            await errors.abort(context, errors.InternalError("Kvist has a fault; its log says more"))
+        finally:
+            span.set_attribute(names.RPC_RESPONSE_STATUS_CODE, code)
+            active.dec()
+            self._calls.labels(method, code).inc()
+            self._durations.labels(method).observe(time.monotonic() - started)
+            span.end()
 
 
 def _with_trace(details: Any) -> Any:
