@@ -155,6 +155,7 @@ impl IndexFeed {
             bootstrapping: HashMap::new(),
             whole,
             bootstrapped_sources: 0,
+            catching_up_and_silent: (0, 0),
             kvmasters: settings.kvmasters,
             tls: settings.worker_tls,
         };
@@ -229,6 +230,8 @@ struct Worker {
     /// Where their answers come in, source by source.
     whole: mpsc::Sender<(SourceKey, History)>,
     bootstrapped_sources: u64,
+    /// Counted when something may have changed.
+    catching_up_and_silent: (usize, usize),
     kvmasters: Vec<String>,
     tls: Option<ClientTlsConfig>,
 }
@@ -247,6 +250,7 @@ impl Worker {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            let mut has_news_of_sources = true;
             tokio::select! {
                 // Deaths and changes of the bus go before events: both say which events still count.
                 biased;
@@ -284,6 +288,7 @@ impl Worker {
                 _ = ticks.tick() => self.tracker.tick(self.now()),
                 message = events.next() => match message {
                     Some(message) => {
+                        has_news_of_sources = false;
                         self.event_message(&message);
                         // What is at hand goes in one turn; the rest of the loop then costs little a message.
                         for _ in 0..MESSAGES_A_TURN {
@@ -295,7 +300,11 @@ impl Worker {
                     None => return,
                 },
             }
-            self.start_fetches();
+            has_news_of_sources |= self.start_fetches();
+            if has_news_of_sources {
+                // Looks at each source: not for every turn of a busy bus.
+                self.catching_up_and_silent = self.tracker.catching_up_and_silent();
+            }
             self.publish_stats();
         }
     }
@@ -370,9 +379,11 @@ impl Worker {
         }
     }
 
-    fn start_fetches(&mut self) {
+    /// Begins what the tracker has ordered; whether there was anything.
+    fn start_fetches(&mut self) -> bool {
         let orders: Vec<CatchUpOrder> =
             self.tracker.take_orders().into_iter().filter(|order| self.tracker.is_open(order)).collect();
+        let has_orders = !orders.is_empty();
         // New is a source of which nothing was ever applied. What had no use for an answer of a KV master, and what is
         // distrusted, is for the worker to say.
         let is_new = |order: &CatchUpOrder| order.attempt == 0 && matches!(order.resume, Some((_, None)));
@@ -392,6 +403,7 @@ impl Worker {
             }
             is_open
         });
+        has_orders
     }
 
     fn start_fetch(&mut self, order: CatchUpOrder) {
@@ -474,7 +486,7 @@ impl Worker {
     }
 
     fn publish_stats(&self) {
-        let (catching_up_sources, silent_sources) = self.tracker.catching_up_and_silent();
+        let (catching_up_sources, silent_sources) = self.catching_up_and_silent;
         *self.stats.lock() = FeedStats {
             bus_connected: false,
             messages: self.messages,
