@@ -56,22 +56,22 @@ pub fn usable_blocks(prompt_tokens: usize, block_size_tokens: usize) -> usize {
 
 /// Hashes blocks as their tokens arrive.
 ///
-/// The hash of a block is XXH3-64 of its parent's hash and of the XXH3-64 of its tokens, each in little-endian bytes. The
-/// tokens are hashed without the parent, so that a processor works on several blocks at once; only the short second hash
+/// The hash of a block is [`chain`] of its parent's hash and of the XXH3-64 of its tokens in little-endian bytes. The tokens
+/// are hashed without the parent, so that a processor works on several blocks at once; only the chain, some cycles a block,
 /// waits for the block before.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
     parent: BlockHash,
     block_size_tokens: usize,
     /// Tokens of the open block, as they are hashed.
-    buffer: Vec<u8>,
+    open: Vec<u8>,
 }
 
 impl BlockHasher {
     /// A hasher whose first block follows `parent`: a namespace's root, or an earlier block.
     #[must_use]
     pub fn new(parent: BlockHash, block_size_tokens: usize) -> Self {
-        Self { parent, block_size_tokens, buffer: Vec::with_capacity(4 * block_size_tokens) }
+        Self { parent, block_size_tokens, open: Vec::with_capacity(4 * block_size_tokens) }
     }
 
     /// Hash of the last whole block, or what the hasher started from.
@@ -83,7 +83,7 @@ impl BlockHasher {
     /// Tokens of the block that is not full yet.
     #[must_use]
     pub fn open_tokens(&self) -> usize {
-        self.buffer.len() / 4
+        self.open.len() / 4
     }
 
     /// Takes tokens and appends the hash of each block that became full.
@@ -95,34 +95,111 @@ impl BlockHasher {
         if self.open_tokens() > 0 {
             let missing = self.block_size_tokens - self.open_tokens();
             let (now, later) = rest.split_at(missing.min(rest.len()));
-            self.buffer.extend(now.iter().flat_map(|token| token.to_le_bytes()));
+            self.open.extend(now.iter().flat_map(|token| token.to_le_bytes()));
             rest = later;
             if self.open_tokens() < self.block_size_tokens {
                 return;
             }
-            self.parent = block_hash(self.parent, &self.buffer);
+            self.parent = chain(self.parent, xxh3_64(&self.open));
             hashes.push(self.parent);
+            self.open.clear();
         }
         let whole = rest.chunks_exact(self.block_size_tokens);
-        let open = whole.remainder();
-        self.buffer.resize(4 * self.block_size_tokens, 0);
-        for block in whole {
-            let (bytes, _) = self.buffer.as_chunks_mut::<4>();
-            bytes.iter_mut().zip(block).for_each(|(bytes, token)| *bytes = token.to_le_bytes());
-            self.parent = block_hash(self.parent, &self.buffer);
-            hashes.push(self.parent);
+        self.open.extend(whole.remainder().iter().flat_map(|token| token.to_le_bytes()));
+        // A compiler that knows the size hashes the tokens as they lie there.
+        match self.block_size_tokens {
+            16 => self.chain_all(rest.as_chunks::<16>().0, xxh3_of_tokens, hashes),
+            32 => self.chain_all(rest.as_chunks::<32>().0, xxh3_of_tokens, hashes),
+            size => {
+                let mut bytes = vec![0; 4 * size];
+                self.chain_all(whole, |block| xxh3_by_way_of(block, &mut bytes), hashes);
+            }
         }
-        self.buffer.clear();
-        self.buffer.extend(open.iter().flat_map(|token| token.to_le_bytes()));
+    }
+
+    fn chain_all<Block>(
+        &mut self,
+        blocks: impl IntoIterator<Item = Block>,
+        mut hash_of_tokens: impl FnMut(Block) -> u64,
+        hashes: &mut Vec<BlockHash>,
+    ) {
+        let mut parent = self.parent;
+        hashes.extend(blocks.into_iter().map(|block| {
+            parent = chain(parent, hash_of_tokens(block));
+            parent
+        }));
+        self.parent = parent;
     }
 }
 
-/// The seed of the cluster went into the root, so none is needed here.
-fn block_hash(parent: BlockHash, tokens: &[u8]) -> BlockHash {
-    let mut both = [0; 16];
-    both[..8].copy_from_slice(&parent.0.to_le_bytes());
-    both[8..].copy_from_slice(&xxh3_64(tokens).to_le_bytes());
-    BlockHash(xxh3_64(&both))
+/// XXH3-64 of tokens in little-endian bytes, by way of some bytes of their length.
+fn xxh3_by_way_of(tokens: &[u32], bytes: &mut [u8]) -> u64 {
+    let (words, _) = bytes.as_chunks_mut::<4>();
+    words.iter_mut().zip(tokens).for_each(|(word, token)| *word = token.to_le_bytes());
+    xxh3_64(bytes)
+}
+
+/// The first 128 bytes of XXH3's secret.
+const SECRET: [u64; 16] = [
+    0xbe4b_a423_396c_feb8,
+    0x1cad_21f7_2c81_017c,
+    0xdb97_9083_e96d_d4de,
+    0x1f67_b3b7_a4a4_4072,
+    0x78e5_c0cc_4ee6_79cb,
+    0x2172_ffcc_7dd0_5a82,
+    0x8e24_43f7_7446_08b8,
+    0x4c26_3a81_e690_35e0,
+    0xcb00_c391_bb52_283c,
+    0xa32e_531b_8b65_d088,
+    0x4ef9_0da2_9748_6471,
+    0xd8ac_dea9_46ef_1938,
+    0x3f34_9ce3_3f76_faa8,
+    0x1d4f_0bc7_c7bb_dcf9,
+    0x3159_b4cd_4be0_518a,
+    0x6473_78d9_c97e_9fc8,
+];
+
+/// XXH3-64 of tokens in little-endian bytes, without writing these down: its form for 17 to 128 bytes (xxHash's
+/// specification, "Medium inputs"), for multiples of 32. Takes a third of the time.
+#[inline]
+fn xxh3_of_tokens<const TOKENS: usize>(tokens: &[u32; TOKENS]) -> u64 {
+    const { assert!(TOKENS >= 8 && TOKENS <= 32 && TOKENS.is_multiple_of(8)) };
+    let (parts, _) = tokens.as_chunks::<4>();
+    let mut sum = (4 * TOKENS as u64).wrapping_mul(0x9e37_79b1_85eb_ca87);
+    let word = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+    let mix = |[one, two, three, four]: [u32; 4], [first, second]: [u64; 2]| {
+        fold(word(one, two) ^ first, word(three, four) ^ second)
+    };
+    // From both ends to the middle.
+    let (secrets, _) = SECRET.as_chunks::<4>();
+    let from_both_ends = parts.iter().zip(parts.iter().rev()).zip(secrets).take(TOKENS / 8);
+    for ((front, back), [first, second, third, fourth]) in from_both_ends {
+        sum = sum.wrapping_add(mix(*front, [*first, *second])).wrapping_add(mix(*back, [*third, *fourth]));
+    }
+    sum ^= sum >> 37;
+    sum = sum.wrapping_mul(0x1656_6791_9e37_79f9);
+    sum ^ sum >> 32
+}
+
+/// Both halves of a product in one.
+fn fold(left: u64, right: u64) -> u64 {
+    let product = u128::from(left) * u128::from(right);
+    (product >> 64) as u64 ^ product as u64
+}
+
+/// By which the two factors of [`chain`] differ from what is chained. Nothing about them is special.
+const PARENT_MASK: u64 = SECRET[3];
+const TOKENS_MASK: u64 = SECRET[4];
+
+/// The hash of a block from its parent's hash and that of its tokens alone: the folded product of both, each changed by
+/// a constant, with both themselves, the parent's turned by half of its bits.
+///
+/// The product lets each bit of either count for all. What stands beside it keeps a factor of zero from hiding the
+/// other, so there are no tokens after which all prompts are alike. The seed of the cluster went into the root, so none
+/// is needed here.
+#[inline]
+fn chain(parent: BlockHash, tokens: u64) -> BlockHash {
+    BlockHash(fold(parent.0 ^ PARENT_MASK, tokens ^ TOKENS_MASK) ^ parent.0.rotate_left(32) ^ tokens)
 }
 
 #[cfg(test)]
@@ -160,9 +237,20 @@ mod tests {
     fn hashes_are_the_same_on_every_machine_and_in_every_version() {
         let root = Namespace::new("model", "adapter", "salt").root(HashSeed(7));
         let hashes = block_hashes(root, &[1, 2, 3, 0x0102_0304, u32::MAX], 2);
-        // Computed with the reference implementation of XXH3.
-        let expected = [3_499_718_980_176_908_736, 2_651_487_804_123_099_898].map(BlockHash);
+        // Computed from the formula alone, by other code in another language.
+        let expected = [3_807_691_372_300_708_060, 6_948_885_284_888_336_225].map(BlockHash);
         assert_eq!((BlockHash(359_960_380_610_927_242), expected.to_vec()), (root, hashes));
+        let tokens: Vec<u32> = (0..64u64).map(|at| (at * 2_654_435_761 % 150_000) as u32).collect();
+        let last = |size: usize| block_hashes(root, &tokens, size).last().map(|hash| hash.0);
+        let expected = [5_820_360_742_430_964_411, 14_128_488_681_333_652_931, 190_064_607_345_623_618];
+        assert_eq!(expected.map(Some), [12, 16, 32].map(last));
+    }
+
+    #[test]
+    fn no_tokens_make_all_prompts_alike() {
+        let (one, other) = (BlockHash(1), BlockHash(2));
+        assert_ne!(chain(one, TOKENS_MASK), chain(other, TOKENS_MASK));
+        assert_ne!(chain(BlockHash(PARENT_MASK), 1), chain(BlockHash(PARENT_MASK), 2));
     }
 
     proptest! {
@@ -176,6 +264,24 @@ mod tests {
             for position in 0..left.len().min(right.len()) {
                 let end = (position + 1) * block;
                 prop_assert_eq!(tokens[..end] == other[..end], left[position] == right[position]);
+            }
+        }
+
+        #[test]
+        fn tokens_are_hashed_as_the_library_does(tokens in any::<[u32; 32]>()) {
+            let mut bytes = [0; 128];
+            prop_assert_eq!(xxh3_by_way_of(&tokens, &mut bytes), xxh3_of_tokens(&tokens));
+            let (half, _) = tokens.as_chunks::<16>();
+            prop_assert_eq!(xxh3_by_way_of(&half[0], &mut bytes[..64]), xxh3_of_tokens(&half[0]));
+        }
+
+        /// Each bit of either turns about half of the bits of the hash.
+        #[test]
+        fn each_bit_counts(parent in any::<u64>(), tokens in any::<u64>(), bit in 0u32..64) {
+            let hash = chain(BlockHash(parent), tokens).0;
+            for other in [chain(BlockHash(parent ^ 1 << bit), tokens), chain(BlockHash(parent), tokens ^ 1 << bit)] {
+                let turned = (hash ^ other.0).count_ones();
+                prop_assert!((8..=56).contains(&turned), "{turned}");
             }
         }
 
