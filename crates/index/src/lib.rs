@@ -24,6 +24,7 @@ mod index;
 mod lists;
 mod lookup;
 mod node;
+mod overlaps;
 mod recent;
 mod remove;
 mod runs;
@@ -36,9 +37,9 @@ mod view;
 mod walk;
 
 pub use index::{Applied, DigestVerdict, Divergence, Index, IndexSettings, Memory, SCRUB_PERIOD, SnapshotId, TierRuns};
+pub use overlaps::Overlaps;
 pub use recent::{Holder, RecentDecisions, RecentOverlap};
 pub use source::{Overlap, SourceState, SourceStatus};
-pub use sources::Overlaps;
 
 #[cfg(test)]
 mod tests;

@@ -5,14 +5,17 @@
 //! position that its source states. If not, it walks again, a few times. What goes on changing, or stands still in the middle of a change since
 //! its writer has lost its core, is not waited for: nothing is claimed of the sources that it concerns.
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::{
+    Arc,
+    atomic::{Ordering, fence},
+};
 
-use kvist_blocks::{BlockHash, Incarnation};
+use kvist_blocks::BlockHash;
 
 use crate::{
     index::Index,
-    source::{Overlap, SourceState},
-    sources::{Cell, Overlaps, Seen, SourceList, Unread},
+    overlaps::Overlaps,
+    sources::{Cell, Seen, SourceList, Unread},
     walk::Walk,
 };
 
@@ -35,53 +38,39 @@ impl Index {
             let mut walk = Walk::new();
             walk.go(&view, prompt);
             fence(Ordering::Acquire);
-            let Some(mut overlaps) = overlaps(&view.sources, &walk, tries == 0) else { continue };
+            let Some(mut seen) = seen(&view.sources, tries == 0) else { continue };
             let spoiled_at = walk.spoiled_at(&view);
-            if let Some(depth) = spoiled_at {
-                if tries > 0 {
-                    (0..PAUSES / 10).for_each(|_| std::hint::spin_loop());
-                    continue;
-                }
-                // Who ended before is known; of the others, more or less may be true.
-                overlaps.iter_mut().filter(|overlap| overlap.matched_blocks >= depth).for_each(|overlap| {
-                    *overlap = unknown(overlap.incarnation);
-                });
+            if spoiled_at.is_some() && tries > 0 {
+                (0..PAUSES / 10).for_each(|_| std::hint::spin_loop());
+                continue;
             }
-            return Overlaps::new(view.sources.keys().clone(), overlaps);
+            let reached = walk.reached();
+            if let Some(depth) = spoiled_at {
+                // Who ended before is known; of the others, more or less may be true.
+                let is_spoiled = |seen: &Seen| reached.blocks_of(seen.slot()).1 >= depth;
+                seen.iter_mut()
+                    .filter(|seen| is_spoiled(seen))
+                    .for_each(|seen| *seen = Seen::unknown(seen.incarnation));
+            }
+            return Overlaps::new(Arc::clone(&view.sources), seen, reached);
         }
     }
 }
 
-/// What a walk has found for each source. None when the list of sources is an old one, unless it has to do.
-fn overlaps(sources: &SourceList, walk: &Walk, is_last_try: bool) -> Option<Vec<Overlap>> {
+/// What the sources say of themselves. None when the list of sources is an old one, unless it has to do.
+fn seen(sources: &SourceList, is_last_try: bool) -> Option<Vec<Seen>> {
     let mut pauses = PAUSES;
     let mut is_retired = false;
-    let mut overlaps = Vec::with_capacity(sources.len());
-    let reached = walk.reached();
-    for cell in sources.cells() {
-        let seen = match cell.read() {
-            Ok(seen) => Ok(seen),
-            Err(unread) => read_again(cell, unread, &mut pauses),
-        };
-        overlaps.push(match seen {
-            Ok(seen) => {
-                let (tier_blocks, matched_blocks) = reached.blocks_of(seen.slot);
-                Overlap {
-                    incarnation: seen.incarnation,
-                    state: seen.state,
-                    applied_sequence: seen.next_sequence.checked_sub(1),
-                    tier_blocks,
-                    matched_blocks,
-                }
-            }
-            Err(unread) => {
-                is_retired |= matches!(unread, Unread::Retired(_));
-                let (Unread::Busy(incarnation) | Unread::Retired(incarnation)) = unread;
-                unknown(incarnation)
-            }
-        });
-    }
-    (!is_retired || is_last_try).then_some(overlaps)
+    let read = |cell: &Cell| match cell.read() {
+        Ok(seen) => seen,
+        Err(unread) => read_again(cell, unread, &mut pauses).unwrap_or_else(|unread| {
+            is_retired |= matches!(unread, Unread::Retired(_));
+            let (Unread::Busy(incarnation) | Unread::Retired(incarnation)) = unread;
+            Seen::unknown(incarnation)
+        }),
+    };
+    let seen = sources.cells().iter().map(read).collect();
+    (!is_retired || is_last_try).then_some(seen)
 }
 
 /// Gives a batch a little time to end.
@@ -96,15 +85,4 @@ fn read_again(cell: &Cell, mut unread: Unread, pauses: &mut usize) -> Result<See
         }
     }
     Err(unread)
-}
-
-/// Before its first batch, a source holds nothing: that is true of each.
-fn unknown(incarnation: Incarnation) -> Overlap {
-    Overlap {
-        incarnation,
-        state: SourceState::CatchingUp,
-        applied_sequence: None,
-        tier_blocks: [0; 4],
-        matched_blocks: 0,
-    }
 }

@@ -145,14 +145,23 @@ pub(crate) fn set_only_hash(record: &Record, hash: u64) {
 
 /// The hash at a seat.
 pub(crate) fn hash_at(records: &Lines, words: &Lines, seat: Seat) -> Option<BlockHash> {
-    let record = records.line(seat.node.wrapping_sub(1))?;
+    read_hash(records, words, seat).ok().flatten()
+}
+
+/// Says that what was to be read lies in memory that is not known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OutOfView;
+
+/// The hash at a seat, if the node is as long as that. A reader may not know memory that came after its view.
+pub(crate) fn read_hash(records: &Lines, words: &Lines, seat: Seat) -> Result<Option<BlockHash>, OutOfView> {
+    let record = records.line(seat.node.wrapping_sub(1)).ok_or(OutOfView)?;
     let len = record[SHAPE].load(Ordering::Relaxed) as u32 & 0xff;
     if seat.offset >= len {
-        return None;
+        return Ok(None);
     }
     let hashes = record[PIECES].load(Ordering::Relaxed) as u32;
     let hash = if hashes == NO_LINE { record.get(ONLY_HASH) } else { words.word(hashes, seat.offset as usize) };
-    hash.map(|hash| BlockHash(hash.load(Ordering::Relaxed)))
+    hash.map(|hash| Some(BlockHash(hash.load(Ordering::Relaxed)))).ok_or(OutOfView)
 }
 
 /// Odd while the node changes, or is none; never the same for two states of anything.

@@ -5,9 +5,10 @@ use std::sync::{
     atomic::{AtomicU64, Ordering, fence},
 };
 
-use kvist_blocks::{Incarnation, Rank, SourceKey, WorkerUid};
+use hashbrown::HashMap;
+use kvist_blocks::{Incarnation, SourceKey};
 
-use crate::source::{Overlap, Source, SourceState};
+use crate::source::{Source, SourceState};
 
 /// A batch is being applied.
 const BUSY: u64 = 1;
@@ -18,7 +19,8 @@ const CATCHING_UP: u64 = 1 << 3;
 const INCOMPLETE: u64 = 1 << 4;
 const TRUNCATED: u64 = 1 << 5;
 const SLOT_SHIFT: u32 = 8;
-const SLOT_MASK: u64 = (1 << 24) - 1;
+/// A number of a slot that is above all there are; all bits of one are set.
+const NO_SLOT: u64 = (1 << 24) - 1;
 const COUNT_SHIFT: u32 = 32;
 
 /// What look-ups have to know of a source.
@@ -28,16 +30,40 @@ pub(crate) struct Cell {
     state: AtomicU64,
     incarnation: AtomicU64,
     next_sequence: AtomicU64,
-    _alone: u64,
 }
 
 /// A source as a look-up found it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
+    state: u64,
     pub(crate) incarnation: Incarnation,
     pub(crate) next_sequence: u64,
-    pub(crate) slot: u32,
-    pub(crate) state: SourceState,
+}
+
+impl Seen {
+    /// A source of which nothing is known: before its first batch it holds nothing, which is true of each.
+    pub(crate) fn unknown(incarnation: Incarnation) -> Self {
+        Self { state: CATCHING_UP | NO_SLOT << SLOT_SHIFT, incarnation, next_sequence: 0 }
+    }
+
+    /// The slot that its blocks carry, or a number that is none.
+    pub(crate) fn slot(&self) -> u32 {
+        (self.state >> SLOT_SHIFT & NO_SLOT) as u32
+    }
+
+    pub(crate) fn state(&self) -> SourceState {
+        if self.state & (STALE | CATCHING_UP | INCOMPLETE | TRUNCATED) == 0 {
+            SourceState::Exact
+        } else if self.state & STALE != 0 {
+            SourceState::Stale
+        } else if self.state & CATCHING_UP != 0 {
+            SourceState::CatchingUp
+        } else if self.state & INCOMPLETE != 0 {
+            SourceState::Partial
+        } else {
+            SourceState::Truncated
+        }
+    }
 }
 
 /// Why a cell could not be read.
@@ -62,18 +88,7 @@ impl Cell {
         if before & BUSY != 0 || self.state.load(Ordering::Relaxed) != before {
             return Err(Unread::Busy(incarnation));
         }
-        let state = if before & (STALE | CATCHING_UP | INCOMPLETE | TRUNCATED) == 0 {
-            SourceState::Exact
-        } else if before & STALE != 0 {
-            SourceState::Stale
-        } else if before & CATCHING_UP != 0 {
-            SourceState::CatchingUp
-        } else if before & INCOMPLETE != 0 {
-            SourceState::Partial
-        } else {
-            SourceState::Truncated
-        };
-        Ok(Seen { incarnation, next_sequence, slot: (before >> SLOT_SHIFT & SLOT_MASK) as u32, state })
+        Ok(Seen { state: before, incarnation, next_sequence })
     }
 
     fn begin(&self) {
@@ -126,6 +141,7 @@ impl SourceList {
 pub(crate) struct Sources {
     list: Arc<SourceList>,
     sources: Vec<Source>,
+    positions: HashMap<SourceKey, usize>,
     /// The one whose batch is being applied.
     busy: Option<usize>,
 }
@@ -133,7 +149,7 @@ pub(crate) struct Sources {
 impl Default for Sources {
     fn default() -> Self {
         let list = SourceList { keys: Arc::new([]), cells: Box::default() };
-        Self { list: Arc::new(list), sources: Vec::new(), busy: None }
+        Self { list: Arc::new(list), sources: Vec::new(), positions: HashMap::new(), busy: None }
     }
 }
 
@@ -144,7 +160,7 @@ impl Sources {
 
     /// Where a source is, until one is added or goes.
     pub(crate) fn position(&self, key: &SourceKey) -> Option<usize> {
-        self.list.keys.binary_search(key).ok()
+        self.positions.get(key).copied()
     }
 
     pub(crate) fn at(&mut self, position: Option<usize>) -> Option<&mut Source> {
@@ -211,31 +227,8 @@ impl Sources {
         // Of few sizes, so that an allocator can use again what was a list before.
         let cell = |_| Cell { state: AtomicU64::new(BUSY), ..Cell::default() };
         let cells = (0..keys.len().next_power_of_two()).map(cell).collect();
+        self.positions.clear();
+        self.positions.extend(keys.iter().cloned().zip(0..));
         std::mem::replace(&mut self.list, Arc::new(SourceList { keys, cells }))
-    }
-}
-
-/// What each source holds of a prompt.
-#[derive(Clone, Debug)]
-pub struct Overlaps {
-    keys: Arc<[SourceKey]>,
-    overlaps: Vec<Overlap>,
-}
-
-impl Overlaps {
-    pub(crate) fn new(keys: Arc<[SourceKey]>, overlaps: Vec<Overlap>) -> Self {
-        Self { keys, overlaps }
-    }
-
-    /// All sources, by worker and rank.
-    pub fn iter(&self) -> impl Iterator<Item = (&SourceKey, &Overlap)> {
-        self.keys.iter().zip(&self.overlaps)
-    }
-
-    /// One source.
-    #[must_use]
-    pub fn get(&self, worker: &WorkerUid, rank: Rank) -> Option<&Overlap> {
-        let position = self.keys.binary_search_by(|key| (&key.worker, key.rank).cmp(&(worker, rank))).ok()?;
-        self.overlaps.get(position)
     }
 }

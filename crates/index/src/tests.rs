@@ -23,7 +23,7 @@ fn cases(default: u32) -> ProptestConfig {
 
 /// The only source's share of a prompt.
 fn overlap(index: &Index, prompt: &[BlockHash]) -> Overlap {
-    *index.lookup(prompt).iter().next().unwrap().1
+    index.lookup(prompt).iter().next().unwrap().1
 }
 
 fn stored(sequence: u64, hashes: &[u64]) -> Batch {

@@ -42,17 +42,17 @@ pub(crate) struct Walk {
 }
 
 /// Leading blocks by slot: in the one tier that anybody has, or in each and in any.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Reached<'a> {
-    One(usize, &'a [u32]),
-    More([&'a [u32]; 4], &'a [u32]),
+#[derive(Clone, Debug)]
+pub(crate) enum Reached {
+    One(usize, Vec<u32>),
+    More(Box<([Vec<u32>; 4], Vec<u32>)>),
 }
 
-impl Reached<'_> {
+impl Reached {
     /// Leading blocks of a slot by tier, and in any.
     #[inline]
-    pub(crate) fn blocks_of(self, slot: u32) -> ([u32; 4], u32) {
-        let of = |ends: &[u32]| ends.get(slot as usize).copied().unwrap_or(0);
+    pub(crate) fn blocks_of(&self, slot: u32) -> ([u32; 4], u32) {
+        let of = |ends: &Vec<u32>| ends.get(slot as usize).copied().unwrap_or(0);
         match self {
             Self::One(tier, ends) => {
                 let blocks = of(ends);
@@ -60,7 +60,7 @@ impl Reached<'_> {
                 of_tiers[tier & 3] = blocks;
                 (of_tiers, blocks)
             }
-            Self::More(tiers, any) => (tiers.map(of), of(any)),
+            Self::More(ends) => (ends.0.each_ref().map(of), of(&ends.1)),
         }
     }
 }
@@ -172,12 +172,15 @@ impl Walk {
     }
 
     /// How far each slot came; the walk must be at its end.
-    pub(crate) fn reached(&self) -> Reached<'_> {
-        if self.seen.is_power_of_two() {
-            let tier = self.seen.trailing_zeros() as usize & 3;
-            Reached::One(tier, &self.tiers[tier].ends)
-        } else {
-            Reached::More(self.tiers.each_ref().map(|reach| reach.ends.as_slice()), &self.any.ends)
+    pub(crate) fn reached(self) -> Reached {
+        let Self { seen, tiers, any, .. } = self;
+        let [device, host, disk, external] = tiers.map(|reach| reach.ends);
+        match seen {
+            0 | 1 => Reached::One(0, device),
+            2 => Reached::One(1, host),
+            4 => Reached::One(2, disk),
+            8 => Reached::One(3, external),
+            _ => Reached::More(Box::new(([device, host, disk, external], any.ends))),
         }
     }
 
@@ -228,10 +231,13 @@ impl Walk {
             End::Known => None,
             End::Changing => Some(self.depth),
             End::Absent { hash, page, version } => {
+                let mut is_in_view = true;
                 let found = view.directory.find(&view.pages, Tag::of(hash), |seat| {
-                    node::hash_at(&view.records, &view.words, seat) == Some(hash)
+                    let there = node::read_hash(&view.records, &view.words, seat);
+                    is_in_view &= there.is_ok();
+                    there == Ok(Some(hash))
                 });
-                (found != Found::Nowhere { page, version }).then_some(self.depth)
+                (!is_in_view || found != Found::Nowhere { page, version }).then_some(self.depth)
             }
         }
     }
@@ -261,8 +267,10 @@ impl Walk {
             };
             let of_node = node::version_of(record);
             let node = Node::load(record);
-            let is_it = hash_at(&node, record, view, seat.offset) == Some(hash);
-            if of_node & 1 != 0 {
+            let there = hash_at(&node, record, view, seat.offset);
+            let is_it = there == Some(hash);
+            if of_node & 1 != 0 || (there.is_none() && seat.offset < node.len) {
+                // Or its hashes lie in memory that came after the view.
                 is_changing = true;
             } else if is_it {
                 here = Some((seat, record, node, of_node));
@@ -405,4 +413,32 @@ pub(crate) fn same_blocks(hashes: &[AtomicU64], prompt: &[BlockHash]) -> usize {
         if is_same(middle - 1) { same = middle } else { too_many = middle }
     }
     same
+}
+
+#[cfg(test)]
+mod tests {
+    use kvist_blocks::{Batch, Event, Incarnation, Rank, SourceKey, Tier};
+
+    use super::*;
+    use crate::{Index, IndexSettings};
+
+    #[test]
+    fn what_came_into_memory_after_the_view_is_not_taken_for_absent() {
+        let key = SourceKey { worker: "w".into(), rank: Rank(0) };
+        // Chunks of a few records, so that new ones are soon needed.
+        let index = Index::new(IndexSettings { byte_budget: 1 << 20 });
+        let mut missed = 0;
+        for sequence in 0..200 {
+            let hashes: Vec<BlockHash> = (0..20).map(|at| BlockHash((sequence << 32 | at) + 1)).collect();
+            let view = index.published.get();
+            let mut walk = Walk::new();
+            walk.go(&view, &hashes);
+            assert_eq!((0, None), (walk.depth, walk.spoiled_at(&view)));
+            let events = vec![Event::Stored { tier: Tier::Device, parent: None, hashes }];
+            index.apply_batch(&key, Incarnation(1), &Batch { sequence, recorded_at_unix_nanos: 0, events }, 1);
+            assert_eq!(Some(0), walk.spoiled_at(&view));
+            missed += u32::from(view.records.end() < index.published.get().records.end());
+        }
+        assert!(missed > 5, "{missed} times there was a new chunk");
+    }
 }

@@ -232,7 +232,7 @@ fn hashes_of(request: LookupRequest, hash_seed: u64) -> Result<Vec<BlockHash>, K
     }
 }
 
-fn to_match((source, overlap): (&SourceKey, &Overlap)) -> SourceMatch {
+fn to_match((source, overlap): (&SourceKey, Overlap)) -> SourceMatch {
     let matches = kvist_blocks::Tier::ALL.iter().filter_map(|tier| {
         let blocks = overlap.tier_blocks[tier.position()];
         (blocks > 0).then(|| TierMatch { tier: tier.to_number(), blocks })

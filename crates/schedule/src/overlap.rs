@@ -24,7 +24,7 @@ pub fn recent_is_valid_for(is_exact: bool) -> Duration {
 /// comparison each; others are searched for.
 pub struct OverlapCursor<'a> {
     overlaps: &'a Overlaps,
-    rest: Peekable<Box<dyn Iterator<Item = (&'a SourceKey, &'a Overlap)> + 'a>>,
+    rest: Peekable<Box<dyn Iterator<Item = (&'a SourceKey, Overlap)> + 'a>>,
 }
 
 impl std::fmt::Debug for OverlapCursor<'_> {
@@ -37,12 +37,12 @@ impl<'a> OverlapCursor<'a> {
     /// At the first source.
     #[must_use]
     pub fn new(overlaps: &'a Overlaps) -> Self {
-        let rest: Box<dyn Iterator<Item = (&'a SourceKey, &'a Overlap)> + 'a> = Box::new(overlaps.iter());
+        let rest: Box<dyn Iterator<Item = (&'a SourceKey, Overlap)> + 'a> = Box::new(overlaps.iter());
         Self { overlaps, rest: rest.peekable() }
     }
 
     /// What a target holds; none when no source speaks of it.
-    pub fn get(&mut self, target: &TargetId) -> Option<&'a Overlap> {
+    pub fn get(&mut self, target: &TargetId) -> Option<Overlap> {
         while let Some((key, overlap)) = self.rest.peek().copied() {
             match (&key.worker, key.rank).cmp(&(&target.worker, target.rank)) {
                 Ordering::Less => {
@@ -65,7 +65,7 @@ impl<'a> OverlapCursor<'a> {
 /// `usable` blocks of the prompt could be served by a cache; a target may hold more of it.
 #[must_use]
 pub fn cached_prompt(
-    overlap: Option<&Overlap>,
+    overlap: Option<Overlap>,
     recent_blocks: usize,
     usable: usize,
     block_size_tokens: usize,
@@ -106,10 +106,10 @@ mod tests {
         let cached =
             |tier_tokens, matched_tokens, is_complete| Some(Cached { tier_tokens, matched_tokens, is_complete });
         let exact = overlap(SourceState::Exact);
-        assert_eq!(cached([32, 80, 0, 0], 80, true), cached_prompt(Some(&exact), 4, 9, 16));
-        assert_eq!(cached([32, 64, 0, 0], 64, true), cached_prompt(Some(&exact), 0, 4, 16));
-        assert_eq!(cached([96, 80, 0, 0], 96, true), cached_prompt(Some(&exact), 6, 9, 16));
-        assert_eq!(cached([32, 80, 0, 0], 80, false), cached_prompt(Some(&overlap(SourceState::Stale)), 0, 9, 16));
+        assert_eq!(cached([32, 80, 0, 0], 80, true), cached_prompt(Some(exact), 4, 9, 16));
+        assert_eq!(cached([32, 64, 0, 0], 64, true), cached_prompt(Some(exact), 0, 4, 16));
+        assert_eq!(cached([96, 80, 0, 0], 96, true), cached_prompt(Some(exact), 6, 9, 16));
+        assert_eq!(cached([32, 80, 0, 0], 80, false), cached_prompt(Some(overlap(SourceState::Stale)), 0, 9, 16));
         assert_eq!(cached([48, 0, 0, 0], 48, false), cached_prompt(None, 3, 9, 16));
         assert_eq!(None, cached_prompt(None, 0, 9, 16));
     }
