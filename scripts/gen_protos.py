@@ -19,6 +19,8 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
+# Vendored protos whose paths are ours all the same.
+THIRD_PARTY = PROTO / "third_party" / "etcd"
 TARGET = ROOT / "python" / "kvist" / "src"
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
@@ -28,11 +30,14 @@ def generate(target: Path) -> None:
     # The plugins lie beside this interpreter, whether its environment is activated or not.
     os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", "")))
     includes = resources.files("grpc_tools") / "_proto"
-    files = sorted(str(path.relative_to(PROTO)) for path in PROTO.glob("kvist/**/*.proto"))
+    files = sorted(
+        str(path.relative_to(root)) for root in (PROTO, THIRD_PARTY) for path in root.glob("kvist/**/*.proto")
+    )
     code = protoc.main(
         [
             "protoc",
             f"-I{PROTO}",
+            f"-I{THIRD_PARTY}",
             f"-I{includes}",
             f"--python_out={target}",
             f"--grpc_python_out={target}",

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import sys
-import tempfile
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.store import (
     CompactedError,
     Compare,
@@ -22,15 +24,34 @@ from kvist.store import (
     Put,
     StateStore,
     StoreError,
+    TooLargeError,
 )
+from kvist.store.interface import LARGEST_VALUE_BYTES, MOST_OPERATIONS
 from kvist.store.sqlite import SqliteStore
+from support.etcd_process import EtcdProcess, etcd_process
 
 LIMIT_SECONDS = 10
 
 
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    with etcd_process(tmp_path_factory.mktemp("etcd")) as member:
+        yield member
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], StateStore]:
+    """Makes a store object of one and the same fresh store."""
+    if request.param == "sqlite":
+        return lambda: SqliteStore(tmp_path / "state.sqlite")
+    options = EtcdOptions((request.getfixturevalue("etcd").address,))
+    namespace = f"/test-{uuid.uuid4()}"
+    return lambda: EtcdStore(options, namespace=namespace)
+
+
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    async with asyncio.timeout(60), SqliteStore(tmp_path / "state.sqlite") as opened:
+async def store(opener: Callable[[], StateStore]) -> AsyncIterator[StateStore]:
+    async with asyncio.timeout(60), opener() as opened:
         yield opened
 
 
@@ -59,10 +80,10 @@ async def test_a_put_is_read_back_with_its_revisions(store: StateStore) -> None:
 
 async def test_a_listing_is_ordered_and_of_one_prefix(store: StateStore) -> None:
     for key in ("/x/b", "/x/a", "/x/é", "/y/a", "/x"):
-        await store.put(key, key.encode())
+        revision = await store.put(key, key.encode())
     listing = await store.list("/x/")
     assert [item.key for item in listing.items] == ["/x/a", "/x/b", "/x/é"]
-    assert listing.revision == 5
+    assert listing.revision == revision
     assert len((await store.list("")).items) == 5
 
 
@@ -122,10 +143,11 @@ async def test_a_cut_history_is_said(tmp_path: Path) -> None:
         assert [event.value for event in await events_of(store, "/", after_revision=39, count=1)] == [b"39"]
 
 
-async def test_closing_ends_watches(tmp_path: Path) -> None:
+async def test_closing_ends_watches(opener: Callable[[], StateStore]) -> None:
     async with asyncio.timeout(LIMIT_SECONDS):
-        async with SqliteStore(tmp_path / "s") as store:
-            watcher = asyncio.ensure_future(anext(store.watch("/", after_revision=0)))
+        async with opener() as store:
+            revision = await store.put("/a", b"1")
+            watcher = asyncio.ensure_future(anext(store.watch("/", after_revision=revision)))
             await store.get("/a")
         with pytest.raises(StoreError):
             await watcher
@@ -162,19 +184,22 @@ async def test_revoking_deletes_at_once_and_a_detached_key_stays(store: StateSto
     assert [item.key for item in (await store.list("")).items] == ["/b"]
 
 
-async def test_a_new_file_and_a_restored_one_have_greater_epochs(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "s") as store:
+async def test_a_restored_store_has_a_greater_epoch_for_good(opener: Callable[[], StateStore]) -> None:
+    async with opener() as store:
         first = store.epoch
+        assert first > 0
         assert await store.declare_restored() > first
         second = store.epoch
-    async with SqliteStore(tmp_path / "s") as store:
+    async with opener() as store:
         assert second == store.epoch
 
 
-async def test_a_second_opener_sees_commits_of_the_first(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "s") as one, SqliteStore(tmp_path / "s") as two:
+async def test_a_second_opener_sees_commits_of_the_first(opener: Callable[[], StateStore]) -> None:
+    async with opener() as one, opener() as two:
+        assert one.epoch == two.epoch
+        revision = (await two.list("")).revision
         async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(events_of(two, "/", after_revision=0, count=2))
+            watcher = group.create_task(events_of(two, "/", after_revision=revision, count=2))
             await one.put("/a", b"1")
             await one.put("/b", b"1")
         assert [event.key for event in watcher.result()] == ["/a", "/b"]
@@ -186,16 +211,26 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "etcd"])
 @given(operations=OPERATIONS, start=st.integers(0, 30))
 @hypothesis_settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_history_replays_to_the_present(tmp_path: Path, operations: list, start: int) -> None:
+def test_the_history_replays_to_the_present(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, operations: list, start: int
+) -> None:
     """Against a naive model: a dictionary, and a list of all changes."""
+    name = str(uuid.uuid4())
+    opened = (
+        SqliteStore(tmp_path / name)
+        if kind == "sqlite"
+        else EtcdStore(EtcdOptions((request.getfixturevalue("etcd").address,)), namespace=f"/{name}")
+    )
 
     async def run() -> None:
-        async with SqliteStore(Path(tempfile.mkdtemp(dir=tmp_path)) / "s") as store:
+        async with opened as store:
             model: dict[str, bytes] = {}
             changes: list[tuple[int, str, bytes | None]] = []
-            revision = 0
+            # Revisions of this test begin where those of the store are.
+            base = revision = (await store.list("")).revision
             for key, value, is_guarded in operations:
                 condition = [Compare(key, mod_revision=0)] if is_guarded else []
                 outcome = await store.commit([Delete(key) if value is None else Put(key, value)], when=condition)
@@ -212,9 +247,9 @@ def test_the_history_replays_to_the_present(tmp_path: Path, operations: list, st
             assert {key: value for key, value in model.items() if key.startswith("/p/")} == {
                 item.key: item.value for item in listing.items
             }
-            expected = [change for change in changes if change[0] > start and change[1].startswith("/p/")]
+            expected = [change for change in changes if change[0] > base + start and change[1].startswith("/p/")]
             if expected:
-                seen = await events_of(store, "/p/", after_revision=start, count=len(expected))
+                seen = await events_of(store, "/p/", after_revision=base + start, count=len(expected))
                 assert expected == [
                     (event.revision, event.key, None if event.type is EventType.DELETE else event.value)
                     for event in seen
@@ -223,18 +258,76 @@ def test_the_history_replays_to_the_present(tmp_path: Path, operations: list, st
     asyncio.run(run())
 
 
-async def test_several_processes_lose_no_update(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+async def test_several_processes_lose_no_update(opener: Callable[[], StateStore]) -> None:
     script = Path(__file__).parents[1] / "support" / "store_writer.py"
-    processes = [await asyncio.create_subprocess_exec(sys.executable, script, path, "40") for _ in range(3)]
-    try:
-        async with asyncio.timeout(60):
-            assert [await process.wait() for process in processes] == [0, 0, 0]
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-    async with SqliteStore(path) as store:
+    async with opener() as store:
+        place = (
+            ["sqlite", str(store.path)]
+            if isinstance(store, SqliteStore)
+            else ["etcd", store.endpoints[0], store.namespace]
+        )
+        processes = [await asyncio.create_subprocess_exec(sys.executable, script, "40", *place) for _ in range(3)]
+        try:
+            async with asyncio.timeout(60):
+                assert [await process.wait() for process in processes] == [0, 0, 0]
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
         found = await store.get("/counter")
         assert found is not None
-        assert (found.value, found.mod_revision) == (b"120", 120)
+        assert found.value == b"120"
+
+
+async def test_a_lease_ends_in_time_and_takes_its_keys_along(store: StateStore) -> None:
+    lease, kept = await store.grant_lease(2), await store.grant_lease(2)
+    revision = await store.put("/l/a", b"1", lease_id=lease)
+    await store.put("/l/b", b"1", lease_id=kept)
+    ended: list[Event] = []
+    async with asyncio.timeout(LIMIT_SECONDS), asyncio.TaskGroup() as group:
+
+        async def keep() -> None:
+            while not ended:
+                await store.keep_alive(kept)
+                await asyncio.sleep(0.3)
+
+        group.create_task(keep())
+        ended += (await events_of(store, "/l/", after_revision=revision, count=2))[1:]
+    assert [(EventType.DELETE, "/l/a")] == [(event.type, event.key) for event in ended]
+    assert await store.get("/l/b") is not None
+    with pytest.raises(LeaseGoneError):
+        await store.keep_alive(lease)
+    with pytest.raises(LeaseGoneError):
+        await store.put("/l/c", b"1", lease_id=lease)
+    await store.revoke_lease(lease)
+
+
+async def test_many_leases_are_renewed_side_by_side(store: StateStore) -> None:
+    leases = [await store.grant_lease(5) for _ in range(20)]
+    await store.revoke_lease(leases[7])
+    async with asyncio.timeout(LIMIT_SECONDS):
+        results = await asyncio.gather(
+            *(store.keep_alive(lease) for lease in itertools.chain(leases, leases)), return_exceptions=True
+        )
+    assert [isinstance(result, LeaseGoneError) for result in results] == [number % 20 == 7 for number in range(40)]
+
+
+async def test_what_is_too_large_is_refused_before_it_is_sent(store: StateStore) -> None:
+    revision = await store.put("/largest", bytes(LARGEST_VALUE_BYTES))
+    await store.commit([Put(f"/{number}", b"") for number in range(MOST_OPERATIONS)])
+    with pytest.raises(TooLargeError):
+        await store.put("/a", bytes(LARGEST_VALUE_BYTES + 1))
+    with pytest.raises(TooLargeError):
+        await store.commit([Put(f"/{number}", b"") for number in range(MOST_OPERATIONS + 1)])
+    with pytest.raises(TooLargeError):
+        await store.commit([Put(f"/{number}", bytes(LARGEST_VALUE_BYTES // 2)) for number in range(3)])
+    assert (await store.list("")).revision == revision + 1
+
+
+async def test_a_long_listing_is_whole_and_of_one_revision(store: StateStore) -> None:
+    names = [f"/n/{number:04}" for number in range(1_234)]
+    for start in range(0, len(names), MOST_OPERATIONS):
+        revision = (await store.commit([Put(name, b"x") for name in names[start : start + MOST_OPERATIONS]])).revision
+    listing = await store.list("/n/")
+    assert names == [item.key for item in listing.items]
+    assert revision == listing.revision

@@ -1,16 +1,20 @@
-"""A process of its own that counts in a state store: `python store_writer.py PATH TIMES`."""
+"""A process of its own that counts in a state store.
+
+`python store_writer.py TIMES sqlite PATH`, or `python store_writer.py TIMES etcd ENDPOINT NAMESPACE`.
+"""
 
 import asyncio
 import sys
 from pathlib import Path
 
-from kvist.store import Compare, Put
+from kvist.etcd import EtcdOptions, EtcdStore
+from kvist.store import Compare, Put, StateStore
 from kvist.store.sqlite import SqliteStore
 
 
-async def count(path: Path, times: int) -> None:
+async def count(opened: StateStore, times: int) -> None:
     """Adds one to `/counter`, so many times, by compare-and-swap."""
-    async with SqliteStore(path) as store:
+    async with opened as store:
         for _ in range(times):
             while True:
                 found = await store.get("/counter")
@@ -21,4 +25,6 @@ async def count(path: Path, times: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(count(Path(sys.argv[1]), int(sys.argv[2])))
+    times, kind, *place = sys.argv[1:]
+    store = SqliteStore(Path(place[0])) if kind == "sqlite" else EtcdStore(EtcdOptions((place[0],)), namespace=place[1])
+    asyncio.run(count(store, int(times)))

@@ -14,10 +14,19 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 ENVIRONMENT_PREFIX = "KVIST__"
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain"})
@@ -87,13 +96,57 @@ class BusSettings(Settings):
     """PEM of the authorities that sign the servers' certificates."""
 
 
+class EtcdSettings(Settings):
+    """How to reach etcd 3.5.8 or newer."""
+
+    endpoints: tuple[str, ...] = ()
+    """`host:port` of the members; the first that answers is used."""
+    namespace: Annotated[str, StringConstraints(pattern=r"^(/[A-Za-z0-9_.-]+)*$")] = ""
+    """Before all keys, so that others may use the same etcd, such as `/team-a`."""
+    tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the members' certificates; plain text without any of the three files."""
+    tls_certificate_file: Path | None = None
+    """PEM chain of this process's certificate, for etcd with client certificates."""
+    tls_key_file: Path | None = None
+    """PEM key of the certificate."""
+    username: str = ""
+    """User; none for an etcd without users."""
+    password_file: Path | None = None
+    """File with the user's password."""
+    time_limit_seconds: float = Field(default=5.0, ge=0.5, le=60)
+    """Most time of a call, over all members that are tried."""
+    insecure: bool = False
+    """Allow plain text to members off loopback."""
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> EtcdSettings:
+        for address in self.endpoints:
+            host, _ = split_address(address)
+            has_tls = self.tls_ca_file is not None or self.tls_certificate_file is not None
+            if not has_tls and not self.insecure and not is_loopback(host):
+                raise ValueError(f"{address} is not loopback: give tls_ca_file, or say `insecure: true`")
+        if (self.tls_certificate_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_certificate_file and tls_key_file go together")
+        if (self.password_file is not None) != bool(self.username):
+            raise ValueError("username and password_file go together")
+        return self
+
+
 class StoreSettings(Settings):
     """Which state store, and where."""
 
-    kind: Literal["sqlite"] = "sqlite"
-    """`sqlite`: one machine, several processes."""
+    kind: Literal["sqlite", "etcd"] = "sqlite"
+    """`sqlite`: one machine, several processes; `etcd`: several machines."""
     path: Path = Path("kvist-state.sqlite")
     """File of the SQLite store."""
+    etcd: EtcdSettings = EtcdSettings()
+    """Where etcd is."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> StoreSettings:
+        if (self.kind == "etcd") != bool(self.etcd.endpoints):
+            raise ValueError("kind `etcd` and etcd.endpoints go together")
+        return self
 
 
 def split_address(address: str) -> tuple[str, int]:

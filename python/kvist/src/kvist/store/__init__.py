@@ -1,6 +1,7 @@
-"""The state store: one interface, and SQLite for one machine with several processes."""
+"""The state store: one interface, and SQLite for one machine with several processes. etcd's is `kvist.etcd`."""
 
 from kvist.store.interface import (
+    AccessError,
     Batch,
     CompactedError,
     Compare,
@@ -14,9 +15,14 @@ from kvist.store.interface import (
     Put,
     StateStore,
     StoreError,
+    StoreFullError,
+    StoreRestoredError,
+    TooLargeError,
+    UnknownOutcomeError,
 )
 
 __all__ = [
+    "AccessError",
     "Batch",
     "CompactedError",
     "Compare",
@@ -30,4 +36,8 @@ __all__ = [
     "Put",
     "StateStore",
     "StoreError",
+    "StoreFullError",
+    "StoreRestoredError",
+    "TooLargeError",
+    "UnknownOutcomeError",
 ]

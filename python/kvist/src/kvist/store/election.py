@@ -32,12 +32,23 @@ class Leadership:
     Attributes:
         key: The claim's key.
         fence: Revision at which the claim was won; grows from leader to leader.
+        lease_id: The claim's lease.
+        certain_until: Monotonic seconds until which nobody else can lead.
         lost: Set when the claim has ended, or when it can no longer be told to live.
+        clock: Monotonic seconds.
     """
 
     key: str
     fence: int
+    lease_id: int
+    certain_until: float
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nobody else can lead yet. A leader that was paused past its lease sees that here before it acts."""
+        return not self.lost.is_set() and self.clock() < self.certain_until
 
     @property
     def guard(self) -> Compare:
@@ -79,11 +90,9 @@ async def lead(
         ttl_seconds: How long the claim outlives its holder.
         clock: Monotonic seconds.
     """
-    leadership, lease_id = await _campaign(store, key, identity=identity, ttl_seconds=ttl_seconds)
+    leadership = await _campaign(store, key, identity=identity, ttl_seconds=ttl_seconds, clock=clock)
     _LOG.info("leader_elected", key=key, identity=identity, fence=leadership.fence)
-    renewal = asyncio.create_task(
-        _renew(store, leadership, lease_id, ttl_seconds=ttl_seconds, clock=clock), name=f"lead-{key}"
-    )
+    renewal = asyncio.create_task(_renew(store, leadership, ttl_seconds=ttl_seconds), name=f"lead-{key}")
     try:
         yield leadership
     finally:
@@ -92,29 +101,41 @@ async def lead(
             await renewal
         leadership.lost.set()
         with contextlib.suppress(StoreError):  # The lease ends by itself then.
-            await store.revoke_lease(lease_id)
+            await store.revoke_lease(leadership.lease_id)
 
 
-async def _campaign(store: StateStore, key: str, *, identity: str, ttl_seconds: float) -> tuple[Leadership, int]:
+async def _campaign(
+    store: StateStore, key: str, *, identity: str, ttl_seconds: float, clock: Callable[[], float]
+) -> Leadership:
+    lease_id = 0
+    certain_until = 0.0
     while True:
-        lease_id = 0
         try:
             holder = await store.get(key)
+            if holder is not None and holder.lease_id == lease_id != 0:
+                # A claim whose outcome was unknown was made after all.
+                return Leadership(key, holder.create_revision, lease_id, certain_until, clock=clock)
             if holder is None:
-                lease_id = await store.grant_lease(ttl_seconds)
+                if not lease_id:
+                    certain_until = clock() + ttl_seconds
+                    lease_id = await store.grant_lease(ttl_seconds)
                 outcome = await store.commit(
                     [Put(key, identity.encode(), lease_id)], when=[Compare(key, mod_revision=0)]
                 )
                 if outcome.succeeded:
-                    return Leadership(key, outcome.revision), lease_id
-                await store.revoke_lease(lease_id)
+                    return Leadership(key, outcome.revision, lease_id, certain_until, clock=clock)
                 continue
+            if lease_id:
+                revoked, lease_id = lease_id, 0
+                await store.revoke_lease(revoked)
             async with contextlib.aclosing(store.watch(key, after_revision=holder.mod_revision)) as changes:
                 async for batch in changes:
                     if any(event.key == key for event in batch.events):
                         break
-        except (CompactedError, LeaseGoneError):
+        except CompactedError:
             continue
+        except LeaseGoneError:
+            lease_id = 0
         except StoreError as failure:
             _LOG.warning("election_retried", key=key, reason=str(failure))
             await asyncio.sleep(_RETRY_SECONDS * (1 + random.random()))  # noqa: S311  Jitter, no secret.
@@ -126,28 +147,25 @@ async def _campaign(store: StateStore, key: str, *, identity: str, ttl_seconds: 
             raise
 
 
-async def _renew(
-    store: StateStore,
-    leadership: Leadership,
-    lease_id: int,
-    *,
-    ttl_seconds: float,
-    clock: Callable[[], float],
-) -> None:
+async def _renew(store: StateStore, leadership: Leadership, *, ttl_seconds: float) -> None:
     """Keeps the claim alive; sets `lost` before the store could give it to somebody else."""
-    safe_until = clock() + ttl_seconds
+    clock = leadership.clock
     while True:
         await asyncio.sleep(ttl_seconds / 4)
         asked_at = clock()
         try:
-            async with asyncio.timeout(max(0.0, safe_until - asked_at)):
-                await store.keep_alive(lease_id)
-            safe_until = asked_at + ttl_seconds
+            async with asyncio.timeout(max(0.0, leadership.certain_until - asked_at)):
+                await store.keep_alive(leadership.lease_id)
+            # The lease may have ended during a pause and its renewal have been answered before; only the time tells.
+            if asked_at < leadership.certain_until:
+                leadership.certain_until = asked_at + ttl_seconds
+            else:
+                leadership.lost.set()
         except LeaseGoneError:
             leadership.lost.set()
         except (StoreError, TimeoutError) as failure:
             _LOG.warning("lease_not_renewed", key=leadership.key, reason=str(failure))
-            if clock() >= safe_until:
+            if clock() >= leadership.certain_until:
                 leadership.lost.set()
         if leadership.lost.is_set():
             _LOG.warning("leadership_lost", key=leadership.key, fence=leadership.fence)

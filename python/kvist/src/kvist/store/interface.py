@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+# Limits of every store, so that what a small one takes a large one takes too. etcd's: 128 operations and 1.5 MiB.
+MOST_OPERATIONS = 100
+LARGEST_VALUE_BYTES = 1024 * 1024
+LARGEST_COMMIT_BYTES = LARGEST_VALUE_BYTES + 256 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
@@ -147,6 +152,48 @@ class LeaseGoneError(StoreError):
     """The lease has ended."""
 
 
+class UnknownOutcomeError(StoreError):
+    """A write was sent and not answered: it may have been done."""
+
+
+class TooLargeError(StoreError):
+    """A key, a value or a transaction is larger than every store takes. Nothing was written."""
+
+
+class StoreFullError(StoreError):
+    """The store has no space left and takes no writes until somebody makes some. Nothing was written."""
+
+
+class AccessError(StoreError):
+    """The store does not let this process in, or not to this key."""
+
+
+class StoreRestoredError(StoreError):
+    """The store went back to an older state, and has begun a new epoch: read everything again."""
+
+
+def check_commit(operations: Sequence[Operation], when: Sequence[Compare]) -> None:
+    """Holds a transaction against what every store takes.
+
+    Raises:
+        ValueError: A key is touched twice.
+        TooLargeError: It is too large.
+    """
+    touched = [operation.key for operation in operations]
+    if len(set(touched)) != len(touched):
+        raise ValueError("a transaction touches each key once")
+    if max(len(operations), len(when)) > MOST_OPERATIONS:
+        raise TooLargeError(f"a transaction has at most {MOST_OPERATIONS} operations")
+    total_bytes = 0
+    for operation in operations:
+        value_bytes = len(operation.value) if isinstance(operation, Put) else 0
+        if value_bytes > LARGEST_VALUE_BYTES:
+            raise TooLargeError(f"the value of {operation.key} has {value_bytes} bytes, of {LARGEST_VALUE_BYTES}")
+        total_bytes += value_bytes + len(operation.key.encode())
+    if total_bytes > LARGEST_COMMIT_BYTES:
+        raise TooLargeError(f"a transaction has {total_bytes} bytes, of {LARGEST_COMMIT_BYTES}")
+
+
 class StateStore(abc.ABC):
     """A store; used as `async with`."""
 
@@ -204,6 +251,10 @@ class StateStore(abc.ABC):
     @abc.abstractmethod
     async def revoke_lease(self, lease_id: int) -> None:
         """Ends a lease and deletes its keys. Idempotent."""
+
+    @abc.abstractmethod
+    async def declare_restored(self) -> int:
+        """Starts a new epoch, after the store was restored from a backup; returns it."""
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
         """Writes one key and returns the revision."""

@@ -39,6 +39,7 @@ from kvist.store.interface import (
     Put,
     StateStore,
     StoreError,
+    check_commit,
 )
 
 POLL_SECONDS = 0.025
@@ -66,7 +67,7 @@ class SqliteStore(StateStore):
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.monotonic, kept_revisions: int = KEPT_REVISIONS
     ) -> None:
-        self._path = path
+        self.path = path
         self._clock = clock
         self._kept_revisions = kept_revisions
         # SQLite blocks, so all its work is on one thread; a connection of its own would gain nothing.
@@ -151,9 +152,7 @@ class SqliteStore(StateStore):
 
     async def commit(self, operations: Sequence[Operation], *, when: Sequence[Compare] = ()) -> Outcome:
         """Does all operations in one revision if all conditions hold, else nothing."""
-        touched = [operation.key for operation in operations]
-        if len(set(touched)) != len(touched):
-            raise ValueError("a transaction touches each key once")
+        check_commit(operations, when)
 
         def write() -> Outcome:
             with self._transaction("IMMEDIATE"):
@@ -225,9 +224,9 @@ class SqliteStore(StateStore):
         return self._connection
 
     def _open(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(
-            self._path, timeout=BUSY_TIME_LIMIT_SECONDS, isolation_level=None, check_same_thread=False
+            self.path, timeout=BUSY_TIME_LIMIT_SECONDS, isolation_level=None, check_same_thread=False
         )
         self._connection = connection
         # Changing the journal mode does not wait for a lock by itself, so two processes that start together retry.
