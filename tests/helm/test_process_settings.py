@@ -33,11 +33,11 @@ OWN = {
         "cluster_state_file", "last_state_file", "bus", "kvmasters", "api_keys_file", "telemetry",
     },
     "controller": {
-        "name", "cluster", "store", "telemetry",
+        "name", "cluster", "store", "telemetry", "advertised_address", "controller_tls_ca_file",
         "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
     },
     "kvmaster": {
-        "name", "cluster", "controllers", "controller_tls_ca_file", "bus", "telemetry",
+        "name", "cluster", "controllers", "controller_tls_ca_file", "bus", "telemetry", "store",
         "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
     },
     "agent": {

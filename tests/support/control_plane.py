@@ -20,9 +20,12 @@ from kvist.store.election import lead
 from kvist.store.sqlite import SqliteStore
 from kvist_controller.app import SERVICE_NAME
 from kvist_controller.control import Controller
+from kvist_controller.follower import Follower
+from kvist_controller.instance import Instance
 from kvist_controller.plain import to_struct
 from kvist_controller.presence import PresenceTimes
-from kvist_controller.records import Keys
+from kvist_controller.published import PublishedState
+from kvist_controller.records import Keys, LeaderRecord
 from kvist_controller.service import ControllerService
 from kvist_controller.settings import RegistrySettings
 from kvist_controller.silence import Silence
@@ -49,10 +52,15 @@ async def control_plane(
         lead(store, Keys("test").election, identity="test", ttl_seconds=5) as leadership,
     ):
         times = PresenceTimes(lease_seconds=lease_seconds, replace_after_seconds=replace_after_seconds)
-        controller = Controller(store, leadership, cluster="test", times=times, silence=silence)
+        published = PublishedState()
+        controller = Controller(store, leadership, cluster="test", times=times, silence=silence, published=published)
         await controller.load()
         registry = RegistrySettings(lease_seconds=lease_seconds, heartbeat_interval_seconds=lease_seconds / 5)
-        servicer = ControllerService(lambda: controller, registry)
+        instance = Instance(
+            LeaderRecord("test", ""), Follower(store, Keys("test"), published), published, peer_tls=None
+        )
+        instance.set_leading(controller)
+        servicer = ControllerService(instance, registry)
         add = functools.partial(add_ControllerServiceServicer_to_server, servicer)
         async with (
             GrpcServer(

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from kvist.controller.v1.controller_pb2_grpc import ControllerServiceAsyncStub
 
 # A controller that stands by answers at once; one that is frozen does not.
-CONNECT_TIME_LIMIT_SECONDS = 5.0
+CONNECT_TIME_LIMIT_SECONDS = 1.5
+# A controller that says nothing for so many pulses is frozen or cut off, and another one is asked.
+PULSE_SECONDS = 0.4
+SILENCE_SECONDS = 1.5
 
 _log = logger(__name__)
 
@@ -43,18 +46,30 @@ class ClusterWatch:
     async def _watch(self, stub: "ControllerServiceAsyncStub") -> bool:
         """One stream to its end; returns whether it was open."""
         request = WatchClusterRequest(subscriber=self._subscriber, known_version=self._known_version)
+        request.pulse_interval.FromNanoseconds(int(PULSE_SECONDS * 1e9))
         call = stub.WatchCluster(request)
         is_connected = False
+        # A controller answers at once, be it to say that the known version is the present one.
+        limit_seconds: float | None = CONNECT_TIME_LIMIT_SECONDS
         try:
             while True:
-                # A controller answers at once, be it to say that the known version is the present one.
-                async with asyncio.timeout(None if is_connected else CONNECT_TIME_LIMIT_SECONDS):
-                    response = await call.read()
+                try:
+                    async with asyncio.timeout(limit_seconds):
+                        response = await call.read()
+                except TimeoutError:
+                    if not is_connected:
+                        raise
+                    _log.warning("cluster_watch_ended", error_code="DEADLINE_EXCEEDED")
+                    return True
                 if not isinstance(response, WatchClusterResponse):
                     return is_connected
                 if not is_connected:
                     is_connected = True
                     self._on_connected(True)
+                    limit_seconds = None
+                if response.pulse:
+                    # Only a controller that is known to pulse is missed when it does not.
+                    limit_seconds = SILENCE_SECONDS
                 # A response without a state says that the known one is still the present one.
                 if response.HasField("state"):
                     await self._on_state(response.state)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 DEFAULT_HEARTBEAT_SECONDS = 2.0
 # Without any answer to an open session for this long, another controller is tried.
 WELCOME_TIME_LIMIT_SECONDS = 5.0
+# Without any pulse for so long it is frozen or cut off, and another one is asked.
+PULSE_SECONDS = 0.4
+SILENCE_SECONDS = 1.5
 
 _log = logger(__name__)
 
@@ -76,13 +79,29 @@ class ControllerSession:
         ended = asyncio.Event()
         call = stub.Register(self._requests(ended))
         is_welcome = False
+        welcome_until = asyncio.get_running_loop().time() + WELCOME_TIME_LIMIT_SECONDS
+        limit_seconds: float | None = SILENCE_SECONDS
         try:
             while True:
-                async with asyncio.timeout(None if is_welcome else WELCOME_TIME_LIMIT_SECONDS):
-                    response = await call.read()
+                try:
+                    async with asyncio.timeout(limit_seconds):
+                        response = await call.read()
+                except TimeoutError:
+                    if not is_welcome:
+                        raise
+                    _log.warning("session_ended", error_code="DEADLINE_EXCEEDED")
+                    return True
                 if not isinstance(response, RegisterResponse):
                     return is_welcome
-                is_welcome = True
+                if response.HasField("pulse"):
+                    # Only a controller that is known to pulse is missed when it does not. One that pulses without a
+                    # welcome knows no leader, and another one may.
+                    limit_seconds = SILENCE_SECONDS
+                    if not is_welcome and asyncio.get_running_loop().time() > welcome_until:
+                        return False
+                    continue
+                if not is_welcome:
+                    is_welcome, limit_seconds = True, None
                 self._take(response)
         except grpc.aio.AioRpcError as failure:
             if not is_welcome:
@@ -98,15 +117,15 @@ class ControllerSession:
     async def _requests(self, ended: asyncio.Event) -> AsyncIterator[RegisterRequest]:
         """Hello, then a heartbeat on each change and at each interval."""
         number = self._slots.changes.number
-        yield RegisterRequest(
-            hello=AgentHello(
-                inventory=self._introduction.inventory,
-                address=self._introduction.address,
-                admin_address=self._introduction.admin_address,
-                workers=self._slots.statuses(),
-                attached=self._attached.descriptions(),
-            )
+        hello = AgentHello(
+            inventory=self._introduction.inventory,
+            address=self._introduction.address,
+            admin_address=self._introduction.admin_address,
+            workers=self._slots.statuses(),
+            attached=self._attached.descriptions(),
         )
+        hello.pulse_interval.FromNanoseconds(int(PULSE_SECONDS * 1e9))
+        yield RegisterRequest(hello=hello)
         while not ended.is_set():
             try:
                 async with asyncio.timeout(self._heartbeat_seconds):

@@ -1,74 +1,135 @@
-"""The life of a controller: open the store, listen, lead, reconcile, stop."""
+"""The life of a controller: open the store, follow it, listen, lead again and again, stop."""
 
 import asyncio
-import contextlib
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any, TypeVar
 
 from kvist.admin import AdminServer
 from kvist.controller.v1.controller_pb2 import DESCRIPTOR
 from kvist.controller.v1.controller_pb2_grpc import add_ControllerServiceServicer_to_server
 from kvist.errors import PreconditionError
 from kvist.grpc import GrpcServer, Registration
+from kvist.grpc.client import TlsFiles
 from kvist.runner import Process
+from kvist.state_store import open_store
+from kvist.store import StateStore, StoreError
 from kvist.store.election import Leadership, lead
-from kvist.store.sqlite import SqliteStore
+from kvist.telemetry import logger
 from kvist_controller.control import Controller
+from kvist_controller.follower import Follower
+from kvist_controller.instance import Instance
 from kvist_controller.presence import PresenceTimes
-from kvist_controller.records import Keys
+from kvist_controller.published import PublishedState
+from kvist_controller.records import Keys, LeaderRecord
 from kvist_controller.service import ControllerService
 from kvist_controller.settings import ControllerSettings
 
-_T = TypeVar("_T")
-
 SERVICE_NAME = DESCRIPTOR.services_by_name["ControllerService"].full_name
+RETRY_SECONDS = 0.5
+
+_log = logger(__name__)
 
 
 class ControllerApp:
-    """One controller process; it stands by until it leads, and ends when it leads no more."""
+    """One controller process. It answers whether it leads or not, and leads whenever it is elected."""
 
     def __init__(self, process: Process[ControllerSettings]) -> None:
         self._process = process
         self._settings = process.settings
-        self._controller: Controller | None = None
+        self._keys = Keys(process.settings.cluster)
 
     async def run(self) -> None:
-        """Serves until the process is asked to stop.
+        """Serves until the process is asked to stop."""
+        process = self._process
+        process.readiness.block("leadership", "the store was not read yet, or nobody has led yet")
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(self._serve_when_open())
+            await process.stopping.wait()
+            serving.cancel()
 
-        Raises:
-            ExceptionGroup: Of a PreconditionError, when another controller has taken over.
-        """
+    async def _serve_when_open(self) -> None:
+        """Waits for a store that cannot be reached yet: a controller that ends would only be started again."""
+        while True:
+            store = open_store(self._settings.store)
+            try:
+                await store.__aenter__()
+            except StoreError as failure:
+                _log.warning("store_not_open", reason=str(failure))
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                await self._serve(store)
+            finally:
+                await store.__aexit__(None, None, None)
+
+    async def _serve(self, store: StateStore) -> None:
         settings, process = self._settings, self._process
-        process.readiness.block("leadership", "another controller leads, or none was elected yet")
-        service = ControllerService(lambda: self._controller, settings.registry)
+        published = PublishedState()
+        follower = Follower(store, self._keys, published)
+        tls = settings.controller_tls_ca_file
+        instance = Instance(
+            LeaderRecord(settings.name, settings.advertised_address),
+            follower,
+            published,
+            peer_tls=None if tls is None else TlsFiles(ca_file=tls),
+        )
+        service = ControllerService(instance, settings.registry)
         server = GrpcServer(
             settings.grpc,
             services=[Registration(SERVICE_NAME, partial(add_ControllerServiceServicer_to_server, service))],
             registry=process.registry,
         )
         async with (
-            SqliteStore(settings.store.path) as store,
             AdminServer(
                 settings.telemetry.admin_listen, registry=process.registry, readiness=process.readiness
             ) as admin,
             server,
         ):
+            instance.identity = LeaderRecord(settings.name, settings.advertised_address or server.address)
             process.announce(grpc_address=server.address, admin_address=admin.address)
             process.readiness.clear("start")
-            election = lead(
-                store,
-                Keys(settings.cluster).election,
-                identity=settings.name,
-                ttl_seconds=settings.leader_lease_seconds,
-            )
-            async with contextlib.AsyncExitStack() as stack:
-                leadership = await _unless_stopped(stack.enter_async_context(election), process.stopping)
-                if leadership is not None:
-                    await self._lead(store, leadership, server)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(follower.run())
+                    group.create_task(self._lead_again_and_again(store, instance))
+                    group.create_task(self._become_ready(instance, server))
+            finally:
+                process.readiness.block("stopping", "the process is being stopped")
+                await server.stop(grace_seconds=0.2)
+                await instance.close()
 
-    async def _lead(self, store: SqliteStore, leadership: Leadership, server: GrpcServer) -> None:
-        settings, process = self._settings, self._process
+    async def _become_ready(self, instance: Instance, server: GrpcServer) -> None:
+        """Ready once the store was read and somebody leads; a later outage takes nobody out of service."""
+        changes = instance.follower.leader_changes
+        while not instance.follower.has_read or (instance.leading is None and instance.remote_leader() is None):
+            await changes.after(changes.number)
+        self._process.readiness.clear("leadership")
+        await server.set_serving(True)
+
+    async def _lead_again_and_again(self, store: StateStore, instance: Instance) -> None:
+        settings = self._settings
+        while True:
+            async with lead(
+                store,
+                self._keys.election,
+                identity=instance.identity.encode(),
+                ttl_seconds=settings.leader_lease_seconds,
+            ) as leadership:
+                try:
+                    await self._lead(store, leadership, instance)
+                except* PreconditionError as failures:
+                    _log.warning("leadership_ended", reason=str(failures.exceptions[0]))
+                except* StoreError as failures:
+                    _log.warning("leadership_ended", reason=str(failures.exceptions[0]))
+                    await asyncio.sleep(RETRY_SECONDS)
+
+    async def _lead(self, store: StateStore, leadership: Leadership, instance: Instance) -> None:
+        """One term, until it is lost.
+
+        Raises:
+            PreconditionError: Somebody else leads already.
+            StoreError: The store does not answer at the beginning, or has gone back to an older state.
+        """
+        settings = self._settings
         controller = Controller(
             store,
             leadership,
@@ -77,39 +138,19 @@ class ControllerApp:
                 lease_seconds=settings.registry.lease_seconds,
                 replace_after_seconds=settings.registry.replace_after_seconds,
             ),
+            published=instance.published,
         )
         await controller.load()
         await controller.reconcile()
-        self._controller = controller
-        process.readiness.clear("leadership")
-        await server.set_serving(True)
+        instance.set_leading(controller)
         try:
-            await _unless_stopped(_until_lost(controller, leadership), process.stopping)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(controller.run()), group.create_task(controller.watch_silent_nodes())]
+                await leadership.lost.wait()
+                for task in tasks:
+                    task.cancel()
         finally:
-            process.readiness.block("stopping", "the process is being stopped")
-            await server.stop(grace_seconds=0.2)
-            self._controller = None
-
-
-async def _until_lost(controller: Controller, leadership: Leadership) -> None:
-    """Reconciles, and asks after the workers of silent nodes, until the leadership ends."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(controller.run()), group.create_task(controller.watch_silent_nodes())]
-        await leadership.lost.wait()
-        for task in tasks:
-            task.cancel()
-    raise PreconditionError("another controller has taken over")
-
-
-async def _unless_stopped(work: Coroutine[Any, Any, _T], stopping: asyncio.Event) -> _T | None:
-    """The result of work; none, and the work is cancelled, when the process is asked to stop before."""
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(work)
-        stop = group.create_task(stopping.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        task.cancel()
-    return None if task.cancelled() else task.result()
+            instance.set_leading(None)
 
 
 async def main(process: Process[ControllerSettings]) -> None:

@@ -18,14 +18,16 @@ from kvist.changes import Changes
 from kvist.controller.v1.controller_pb2 import AgentHello, ClusterState, NodeEntry, WorkerVerdict
 from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
 from kvist.errors import ConflictError, KvistError, NotFoundError, UnavailableError, error, invalid_field
-from kvist.store import Delete, Put, StateStore, StoreError
+from kvist.store import Delete, Put, StateStore, StoreError, StoreFullError, StoreRestoredError
 from kvist.store.election import Leadership
 from kvist.telemetry import logger
+from kvist_controller.batches import split_batches
 from kvist_controller.cluster_state import build_cluster_state, is_usable, pool_uid, stored_spec
 from kvist_controller.fleet import DEATH_RETENTION_SECONDS, Death, Fleet, status_with_verdict
 from kvist_controller.placement import plan
 from kvist_controller.plain import to_struct
 from kvist_controller.presence import Presence, PresenceTimes
+from kvist_controller.published import PublishedState
 from kvist_controller.records import Keys, NodeRecord, ServiceRecord, SlotRecord, decode_contract
 from kvist_controller.resources import INVALID_MANIFEST, MODEL_SERVICE_KIND, ModelServiceSpec
 from kvist_controller.revision import pool_revision
@@ -78,16 +80,16 @@ class Controller:
         *,
         cluster: str,
         times: PresenceTimes,
+        published: PublishedState | None = None,
         clocks: Clocks | None = None,
         silence: Silence | None = None,
     ) -> None:
         self.cluster = cluster
         self.hash_seed = 0
         self.services: dict[str, ServiceRecord] = {}
-        # Announced when resources, respectively orders and verdicts, respectively the cluster state have changed.
+        # Announced when resources, respectively orders and verdicts have changed.
         self.resource_changes = Changes()
         self.order_changes = Changes()
-        self.state_changes = Changes()
         self._store = store
         self._leadership = leadership
         self._keys = Keys(cluster)
@@ -96,7 +98,7 @@ class Controller:
         self._presence = Presence(times)
         self._fleet = Fleet(keys=self._keys, hash_seed=0, presence=self._presence)
         self._orders: dict[str, NodeOrders] = {}
-        self._state = ClusterState()
+        self._published = published or PublishedState()
         self._state_bytes = b""
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -124,11 +126,10 @@ class Controller:
         published = await self._store.get(self._keys.cluster_state)
         if published is not None:
             self._state_bytes = published.value
-            self._publish(ClusterState.FromString(published.value), revision=published.mod_revision)
-            fleet.deaths = {
-                dead.worker_uid: Death(dead.incarnation, now_seconds) for dead in self._state.dead_incarnations
-            }
-            for entry in self._state.attached:
+            state = ClusterState.FromString(published.value)
+            self._publish(state, revision=published.mod_revision)
+            fleet.deaths = {dead.worker_uid: Death(dead.incarnation, now_seconds) for dead in state.dead_incarnations}
+            for entry in state.attached:
                 fleet.attached.setdefault(entry.node_uid, []).append(entry.engine)
         self._presence.load(fleet.nodes, now_seconds=now_seconds)
         _log.info("state_loaded", services=len(self.services), nodes=len(fleet.nodes), slots=len(fleet.slots))
@@ -146,11 +147,15 @@ class Controller:
 
         Raises:
             KvistError: STALE_FENCE, when somebody else leads.
+            StoreRestoredError: The store has gone back to an older state.
         """
         while True:
             self._wake.clear()
             try:
                 await self.reconcile()
+            except StoreRestoredError:
+                # What is in memory is of another history: the next term reads it again.
+                raise
             except StoreError as failure:
                 # Membership is frozen until the store answers; what routers know stays as it is.
                 _log.warning("reconcile_deferred", reason=str(failure))
@@ -263,6 +268,10 @@ class Controller:
         self._remember_service(service)
         try:
             await self._write()
+        except StoreFullError as failure:
+            raise UnavailableError(
+                "the state store is full and takes no writes: see docs/guides/production.md"
+            ) from failure
         except StoreError as failure:
             raise UnavailableError("the state store does not answer; the change may still be made") from failure
         self._wake.set()
@@ -308,6 +317,11 @@ class Controller:
         return self._fleet.verdicts(node_uid)
 
     @property
+    def may_command(self) -> bool:
+        """Whether nobody else can lead yet."""
+        return self._leadership.is_certain
+
+    @property
     def fence(self) -> int:
         """The number that makes an expired leader's commands fail."""
         return self._leadership.fence
@@ -321,7 +335,7 @@ class Controller:
     @property
     def cluster_state(self) -> ClusterState:
         """The last published cluster state; its revision is 0 before the first."""
-        return self._state
+        return self._published.state
 
     # Reconciliation.
 
@@ -468,24 +482,23 @@ class Controller:
         fleet.prune_deaths(now_seconds=now_seconds)
 
     async def _write(self) -> int:
-        """Writes all pending records in one transaction, and returns the store's revision.
+        """Writes all pending records, the cluster state last, and returns the store's revision.
 
         Raises:
             StoreError: It is unknown what was written; all of it is written again.
             KvistError: STALE_FENCE, when somebody else leads.
         """
         async with self._writing:
-            batch = dict(self._fleet.pending)
-            if not batch:
-                return 0
-            operations = [Delete(key) if value is None else Put(key, value) for key, value in batch.items()]
-            outcome = await self._leadership.commit(self._store, operations)
-            for key, value in batch.items():
-                # A record that changed again meanwhile stays pending.
-                if self._fleet.pending.get(key, value) is value:
-                    self._fleet.pending.pop(key, None)
-            self._note_versions(batch, outcome.revision)
-            return outcome.revision
+            revision = 0
+            for batch in split_batches(self._fleet.pending, last_key=self._keys.cluster_state):
+                operations = [Delete(key) if value is None else Put(key, value) for key, value in batch.items()]
+                revision = (await self._leadership.commit(self._store, operations)).revision
+                for key, value in batch.items():
+                    # A record that changed again meanwhile stays pending.
+                    if self._fleet.pending.get(key, value) is value:
+                        self._fleet.pending.pop(key, None)
+                self._note_versions(batch, revision)
+            return revision
 
     def _note_versions(self, batch: Mapping[str, Any], revision: int) -> None:
         prefix = self._keys.resources(MODEL_SERVICE_KIND)
@@ -498,12 +511,7 @@ class Controller:
             self.resource_changes.announce()
 
     def _publish(self, state: ClusterState, *, revision: int) -> None:
-        published = ClusterState()
-        published.CopyFrom(state)
-        published.version.store_epoch = self._store.epoch
-        published.version.revision = revision
-        self._state = published
-        self.state_changes.announce()
+        self._published.offer(state, store_epoch=self._store.epoch, revision=revision)
 
     def _give_orders(self) -> None:
         """Tells agents what to run; after the write, so that no worker runs that the store does not know."""

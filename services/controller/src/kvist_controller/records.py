@@ -2,7 +2,7 @@
 
 ```
 /kvist/<cluster>/v1/
-  elections/controller            who leads
+  elections/controller            LeaderRecord of the controller that leads
   settings/hash_seed              made once
   settings/cluster_state          the last published cluster state; its revision is the state's version
   resources/<kind>/<name>         ServiceRecord
@@ -21,6 +21,28 @@ from google.protobuf import json_format
 
 from kvist.agent.v1.agent_pb2 import NodeInventory, WorkerSpec, WorkerStatus
 from kvist_controller.verdict import PoolContract, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderRecord:
+    """Who leads, as the election's key says.
+
+    Attributes:
+        name: Name of the process, for people.
+        address: `host:port` where other controllers reach it.
+    """
+
+    name: str
+    address: str
+
+    def encode(self) -> str:
+        """As stored."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Self:
+        """As it was stored."""
+        return cls(**json.loads(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,18 @@
 # ruff: noqa: ARG002, N802  Generated signatures.
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceServicer
-from kvist.errors import InvalidRequestError, invalid, invalid_field
+from kvist.errors import InvalidRequestError, NotFoundError, invalid, invalid_field, rpc_errors
 from kvist.telemetry import logger
-from kvist_controller.control import Controller, not_leading
+from kvist_controller.agent_session import AgentSession
+from kvist_controller.control import not_leading
+from kvist_controller.instance import Instance
 from kvist_controller.plain import from_struct, to_struct
 from kvist_controller.records import ServiceRecord
 from kvist_controller.resources import (
@@ -26,23 +28,33 @@ from kvist_controller.settings import RegistrySettings
 
 DEFAULT_PAGE_SIZE = 100
 LARGEST_PAGE_SIZE = 1_000
+PASS_ON_TIME_LIMIT_SECONDS = 10.0
+# Marks a call that another controller has passed on, so that none goes in a circle.
+_PASSED_ON = "kvist-passed-on"
 
 _log = logger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ControllerService(ControllerServiceServicer):
-    """Serves resources, registration and cluster state of the controller that leads."""
+    """Serves reads, registration and cluster state in every controller, and passes on what only the leader does."""
 
-    def __init__(self, leading: Callable[[], Controller | None], registry: RegistrySettings) -> None:
-        self._leading = leading
+    def __init__(self, instance: Instance, registry: RegistrySettings) -> None:
+        self._instance = instance
         self._registry = registry
+
+    def _require_knowledge(self) -> None:
+        if self._instance.leading is None and not self._instance.follower.has_read:
+            raise not_leading()
 
     # Resources.
 
     async def Apply(self, request: pb.ApplyRequest, context: _Context) -> pb.ApplyResponse:
         """Creates or changes a resource."""
-        controller = self._controller()
+        controller = self._instance.leading
+        if controller is None:
+            applied: pb.ApplyResponse = await self._ask_leader("Apply", request, context)
+            return applied
         resource = request.resource
         name = resource.metadata.name
         violations = check_identity(api_version=resource.api_version, kind=resource.kind, name=name)
@@ -71,7 +83,11 @@ class ControllerService(ControllerServiceServicer):
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
         """One resource."""
         _check_kind(request.kind)
-        return pb.GetResponse(resource=to_resource(self._controller().service(request.name)))
+        self._require_knowledge()
+        service = self._instance.services.get(request.name)
+        if service is None:
+            raise NotFoundError(f"there is no {request.kind} {request.name!r}")
+        return pb.GetResponse(resource=to_resource(service))
 
     async def List(self, request: pb.ListRequest, context: _Context) -> pb.ListResponse:
         """Resources of a kind, by page; the token is the last name of the page before."""
@@ -79,8 +95,10 @@ class ControllerService(ControllerServiceServicer):
         if request.page_size > LARGEST_PAGE_SIZE:
             raise invalid_field("page_size", f"must be at most {LARGEST_PAGE_SIZE}")
         size = request.page_size or DEFAULT_PAGE_SIZE
-        names = sorted(name for name in self._controller().services if name > request.page_token)
-        services = [self._controller().services[name] for name in names[:size]]
+        self._require_knowledge()
+        present = self._instance.services
+        names = sorted(name for name in present if name > request.page_token)
+        services = [present[name] for name in names[:size]]
         return pb.ListResponse(
             resources=[to_resource(service) for service in services],
             next_page_token=names[size - 1] if len(names) > size else "",
@@ -89,17 +107,23 @@ class ControllerService(ControllerServiceServicer):
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         """Marks a resource for deletion."""
         _check_kind(request.kind)
-        return pb.DeleteResponse(resource=to_resource(await self._controller().delete(request.name)))
+        controller = self._instance.leading
+        if controller is None:
+            deleted: pb.DeleteResponse = await self._ask_leader("Delete", request, context)
+            return deleted
+        return pb.DeleteResponse(resource=to_resource(await controller.delete(request.name)))
 
     async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         """Resources at once, then what is different after each change. A slow reader sees the last of many changes."""
         _check_kind(request.kind)
-        controller = self._controller()
+        self._require_knowledge()
         seen: dict[str, ServiceRecord] = {}
         is_synced = False
         while True:
-            number = controller.resource_changes.number
-            present = dict(controller.services)
+            # The leader's memory, or what the store says; another one after each change of the leader.
+            source = self._instance.resources
+            number = source.resource_changes.number
+            present = dict(source.services)
             for name in sorted(seen.keys() - present.keys()):
                 gone = to_resource(seen[name])
                 yield pb.WatchResponse(type=pb.WATCH_EVENT_TYPE_DELETED, resource=gone)
@@ -113,15 +137,14 @@ class ControllerService(ControllerServiceServicer):
             if not is_synced:
                 is_synced = True
                 yield pb.WatchResponse(type=pb.WATCH_EVENT_TYPE_SYNCED)
-            await controller.resource_changes.after(number)
+            await source.resource_changes.after(number)
 
     # Agents.
 
     async def Register(  # type: ignore[override]  # It writes to its context.
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> None:
-        """An agent's session."""
-        controller = self._controller()
+        """An agent's session, whoever leads."""
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
             raise invalid_field("hello", "must be the first message")
@@ -129,68 +152,56 @@ class ControllerService(ControllerServiceServicer):
         if not node_uid:
             raise invalid_field("hello.inventory.node_uid", "is required")
         _log.info("agent_registered", node_uid=node_uid, workers=len(first.hello.workers))
-        welcome = pb.RegisterWelcome(cluster=controller.cluster, hash_seed=controller.hash_seed)
-        welcome.lease_duration.FromNanoseconds(int(self._registry.lease_seconds * 1e9))
-        welcome.heartbeat_interval.FromNanoseconds(int(self._registry.heartbeat_interval_seconds * 1e9))
-        await context.write(pb.RegisterResponse(welcome=welcome))
-        controller.hello(first.hello)
-        async with asyncio.TaskGroup() as group:
-            sender = group.create_task(_send_orders(controller, node_uid, context))
-            async for request in request_iterator:
-                if request.WhichOneof("message") == "heartbeat":
-                    beat = request.heartbeat
-                    load = beat.load if beat.HasField("load") else None
-                    controller.heartbeat(node_uid, beat.workers, attached=beat.attached, load=load)
-            sender.cancel()
-        _log.info("agent_session_ended", node_uid=node_uid)
+        try:
+            await AgentSession(self._instance, first.hello, context, self._registry).run(request_iterator)
+        finally:
+            _log.info("agent_session_ended", node_uid=node_uid)
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: _Context) -> pb.ListNodesResponse:
-        """Nodes and workers as the registry knows them."""
-        return pb.ListNodesResponse(nodes=self._controller().node_entries())
+        """Nodes and workers as the leader's registry knows them."""
+        controller = self._instance.leading
+        if controller is None:
+            listed: pb.ListNodesResponse = await self._ask_leader("ListNodes", request, context)
+            return listed
+        return pb.ListNodesResponse(nodes=controller.node_entries())
 
     # Routers and KV masters.
 
     async def WatchCluster(
         self, request: pb.WatchClusterRequest, context: _Context
     ) -> AsyncIterator[pb.WatchClusterResponse]:
-        """The cluster state, then each new one. A slow reader sees the last of many."""
-        controller = self._controller()
+        """The cluster state, then each new one, whoever leads. A slow reader sees the last of many."""
+        if not self._instance.follower.has_read and self._instance.leading is None:
+            raise not_leading()
+        published = self._instance.published
+        pulse_seconds = request.pulse_interval.ToNanoseconds() / 1e9 if request.HasField("pulse_interval") else None
         sent = request.known_version
-        if sent == controller.cluster_state.version:
+        if sent == published.state.version:
             # Without a state: it says that the stream is open and the known version is the present one.
             yield pb.WatchClusterResponse()
         while True:
-            number = controller.state_changes.number
-            state = controller.cluster_state
+            number = published.changes.number
+            state = published.state
             if state.HasField("version") and state.version != sent:
                 sent = state.version
                 yield pb.WatchClusterResponse(state=state)
-            await controller.state_changes.after(number)
+            try:
+                async with asyncio.timeout(None if pulse_seconds is None else max(0.05, pulse_seconds)):
+                    await published.changes.after(number)
+            except TimeoutError:
+                yield pb.WatchClusterResponse(pulse=True)
 
-    def _controller(self) -> Controller:
-        controller = self._leading()
-        if controller is None:
+    async def _ask_leader(self, method: str, request: Any, context: _Context) -> Any:
+        """Passes a call on to the controller that leads."""
+        if any(key == _PASSED_ON for key, _ in context.invocation_metadata() or ()):
+            # Whoever passed it on believes that this process leads, which it does not yet or no more.
             raise not_leading()
-        return controller
-
-
-async def _send_orders(controller: Controller, node_uid: str, context: _Context) -> None:
-    """Sends assignment and verdicts whenever they differ from what was sent."""
-    sent_number = 0
-    sent_verdicts: list[pb.WorkerVerdict] = []
-    while True:
-        number = controller.order_changes.number
-        orders = controller.orders(node_uid)
-        # Number 0: the node was not reconciled yet, and an empty assignment would end its workers.
-        if orders.number > sent_number:
-            sent_number = orders.number
-            assignment = pb.Assignment(assignment_number=orders.number, fence=controller.fence, workers=orders.workers)
-            await context.write(pb.RegisterResponse(assignment=assignment))
-        verdicts = controller.verdicts(node_uid)
-        if verdicts != sent_verdicts:
-            sent_verdicts = verdicts
-            await context.write(pb.RegisterResponse(verdicts=pb.WorkerVerdicts(verdicts=verdicts)))
-        await controller.order_changes.after(number)
+        remaining_seconds = context.time_remaining() or PASS_ON_TIME_LIMIT_SECONDS
+        with rpc_errors():
+            stub = await self._instance.leader_stub()
+            return await getattr(stub, method)(
+                request, timeout=min(remaining_seconds, PASS_ON_TIME_LIMIT_SECONDS), metadata=((_PASSED_ON, "1"),)
+            )
 
 
 def to_resource(service: ServiceRecord) -> pb.Resource:

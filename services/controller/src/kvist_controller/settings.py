@@ -1,10 +1,11 @@
 """Settings of the controller."""
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
-from kvist.settings import ListenSettings, Settings, StoreSettings, TelemetrySettings
+from kvist.settings import ListenSettings, Settings, StoreSettings, TelemetrySettings, split_address
 
 
 class RegistrySettings(Settings):
@@ -27,6 +28,10 @@ class ControllerSettings(Settings):
     """Name of the cluster; part of NATS subjects and of the state store's keys."""
     grpc: ListenSettings = ListenSettings()
     """Where agents, routers, KV masters and people connect."""
+    advertised_address: Annotated[str, StringConstraints(max_length=300)] = ""
+    """`host:port` by which other controllers reach this one; where it listens when absent."""
+    controller_tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the other controllers' certificates; plain text without it."""
     store: StoreSettings = StoreSettings()
     """Where the state lies."""
     registry: RegistrySettings = RegistrySettings()
@@ -35,3 +40,10 @@ class ControllerSettings(Settings):
     """How long a dead leader holds up its successor."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and the admin server."""
+
+    @field_validator("advertised_address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if value:
+            split_address(value)
+        return value

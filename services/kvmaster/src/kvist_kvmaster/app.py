@@ -20,6 +20,7 @@ from kvist.telemetry import logger
 from kvist_kvmaster.index_metrics import IndexCollector
 from kvist_kvmaster.service import KvMasterService
 from kvist_kvmaster.settings import KvMasterSettings
+from kvist_kvmaster.standing import Standing
 
 SERVICE_NAME = DESCRIPTOR.services_by_name["KvMasterService"].full_name
 
@@ -63,7 +64,10 @@ def core_settings(settings: KvMasterSettings) -> dict[str, object]:
 
 async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) -> None:
     settings = process.settings
-    service = KvMasterService(index)
+    standing = Standing(
+        settings.store, cluster=settings.cluster, name=settings.name, lease_seconds=settings.leader_lease_seconds
+    )
+    service = KvMasterService(index, standing)
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(
             AdminServer(settings.telemetry.admin_listen, registry=process.registry, readiness=process.readiness)
@@ -96,11 +100,12 @@ async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) 
         process.announce(grpc_address=server.address, admin_address=admin.address)
         process.readiness.clear("start")
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(watch.run(channels))
+            tasks = [group.create_task(watch.run(channels)), group.create_task(standing.run())]
             await process.stopping.wait()
             process.readiness.block("stopping", "the process is being stopped")
             await server.set_serving(False)
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
 
 def _note_connection(is_connected: bool) -> None:

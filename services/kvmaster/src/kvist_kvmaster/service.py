@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -12,8 +12,15 @@ from kvist.events.v1.events_pb2 import SourceId
 from kvist.kvmaster.v1 import kvmaster_pb2 as pb
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceServicer
 from kvist.router.v1.router_pb2 import SourceStatus
+from kvist.store.election import Leadership
+from kvist_kvmaster.catalogue import Catalogue
+from kvist_kvmaster.standing import Standing
 
 SOURCE_POLL_SECONDS = 0.5
+DEFAULT_PAGE_SIZE = 100
+LARGEST_PAGE_SIZE = 1_000
+# A page ends when it is larger than this, so that an answer stays far below the largest message.
+LARGEST_PAGE_BYTES = 4 * 1024 * 1024
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _SourceKey = tuple[str, int, int]
@@ -44,10 +51,11 @@ class ClusterIndex(Protocol):
 
 
 class KvMasterService(KvMasterServiceServicer):
-    """Answers from the index; a single instance leads."""
+    """Answers from the index, whether it leads or stands by; the one that leads writes the catalogue."""
 
-    def __init__(self, index: ClusterIndex) -> None:
+    def __init__(self, index: ClusterIndex, standing: Standing) -> None:
         self._index = index
+        self._standing = standing
         self._is_synced = False
 
     def set_synced(self) -> None:
@@ -69,7 +77,7 @@ class KvMasterService(KvMasterServiceServicer):
             # Hashing a long prompt takes milliseconds; the event loop has other callers.
             encoded = await asyncio.to_thread(self._index.lookup, request.SerializeToString())
         response = pb.LookupResponse.FromString(encoded)
-        response.answered_by = pb.INSTANCE_ROLE_LEADER
+        response.answered_by = self._standing.role
         return response
 
     async def Bootstrap(self, request: pb.BootstrapRequest, context: _Context) -> AsyncIterator[pb.BootstrapResponse]:
@@ -103,22 +111,54 @@ class KvMasterService(KvMasterServiceServicer):
         return await self._stats()
 
     async def PutPrefix(self, request: pb.PutPrefixRequest, context: _Context) -> pb.PutPrefixResponse:
-        """Named prefixes."""
-        _no_prefixes()
+        """Names a prefix, when this instance leads."""
+        catalogue = self._catalogue()
+        return pb.PutPrefixResponse(prefix=await catalogue.put(request.prefix, self._leadership()))
 
     async def ListPrefixes(self, request: pb.ListPrefixesRequest, context: _Context) -> pb.ListPrefixesResponse:
-        """Named prefixes."""
-        _no_prefixes()
+        """Named prefixes by page; the token is the last name of the page before."""
+        if request.page_size > LARGEST_PAGE_SIZE:
+            raise invalid_field("page_size", f"must be at most {LARGEST_PAGE_SIZE}")
+        catalogue = self._catalogue()
+        response = pb.ListPrefixesResponse()
+        names = [name for name in catalogue.names() if name > request.page_token]
+        page_bytes = 0
+        for name in names:
+            if len(response.prefixes) == (request.page_size or DEFAULT_PAGE_SIZE) or page_bytes > LARGEST_PAGE_BYTES:
+                response.next_page_token = response.prefixes[-1].name
+                break
+            prefix = catalogue.get(name)
+            if prefix is not None:
+                response.prefixes.append(prefix)
+                page_bytes += prefix.ByteSize()
+        return response
 
     async def DeletePrefix(self, request: pb.DeletePrefixRequest, context: _Context) -> pb.DeletePrefixResponse:
-        """Named prefixes."""
-        _no_prefixes()
+        """Forgets a named prefix, when this instance leads."""
+        await self._catalogue().delete(request.name, self._leadership())
+        return pb.DeletePrefixResponse()
+
+    def _catalogue(self) -> Catalogue:
+        if not self._standing.has_store:
+            raise UnsupportedError("named prefixes need a state store, and this KV master was given none")
+        if self._standing.catalogue is None:
+            raise error("NOT_READY", "the state store was not reached yet", retry_after_seconds=0.5)
+        return self._standing.catalogue
+
+    def _leadership(self) -> Leadership:
+        leadership = self._standing.leadership
+        if leadership is None:
+            leader = self._standing.leader_name
+            message = f"this KV master stands by; {leader or 'nobody'} leads"
+            raise error("NOT_READY", message, metadata={"leader": leader}, retry_after_seconds=0.5)
+        return leadership
 
     async def _stats(self) -> pb.StatsResponse:
         with core_errors():
             encoded = await asyncio.to_thread(self._index.stats)
         response = pb.StatsResponse.FromString(encoded)
-        response.role = pb.INSTANCE_ROLE_LEADER
+        response.role = self._standing.role
+        response.fence = self._standing.fence
         return response
 
     def _require_sync(self) -> None:
@@ -128,7 +168,3 @@ class KvMasterService(KvMasterServiceServicer):
 
 def _key(source: SourceId) -> _SourceKey:
     return source.worker_uid, source.rank, source.incarnation
-
-
-def _no_prefixes() -> NoReturn:
-    raise UnsupportedError("named prefixes are not supported yet")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, field_validator
 
-from kvist.settings import BusSettings, ListenSettings, Settings, TelemetrySettings
+from kvist.settings import BusSettings, ListenSettings, Settings, StoreSettings, TelemetrySettings
 
 
 class KvMasterSettings(Settings):
@@ -21,6 +21,11 @@ class KvMasterSettings(Settings):
     """`host:port` of the controllers; tried in turn."""
     controller_tls_ca_file: Path | None = None
     """PEM of the authorities that sign the controllers' certificates; plain text without it."""
+    store: StoreSettings | None = None
+    """The controllers' state store: who leads among KV masters, and the named prefixes. Without it there are none, and
+    every KV master takes itself for the leader."""
+    leader_lease_seconds: float = Field(default=2.0, ge=1.0, le=60)
+    """How long a dead leader holds up its successor."""
     bus: BusSettings = BusSettings(urls=("nats://127.0.0.1:4222",))
     """Where KV events come from."""
     index_byte_budget: int = Field(default=1024 * 1024 * 1024, ge=1024 * 1024)

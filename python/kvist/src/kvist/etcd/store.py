@@ -27,6 +27,7 @@ from kvist.etcd.failures import LEASE_EXISTS
 from kvist.etcd.leases import LeaseKeeper
 from kvist.etcd.watch import watch
 from kvist.store.interface import (
+    EPOCH_STEP,
     Batch,
     CompactedError,
     Compare,
@@ -90,7 +91,7 @@ class EtcdStore(StateStore):
         """Starts a new epoch, after etcd was restored from a backup; returns it."""
         while True:
             found, cluster_id = await self._read_epoch()
-            epoch = max(_unix_microseconds(), (json.loads(found.value)["epoch"] if found else 0) + 1)
+            epoch = max(_unix_microseconds(), (json.loads(found.value)["epoch"] if found else 0) + EPOCH_STEP)
             if await self._write_epoch(epoch, cluster_id, seen=found):
                 self._epoch = epoch
                 return epoch
@@ -101,7 +102,7 @@ class EtcdStore(StateStore):
             stored = None if found is None else json.loads(found.value)
             if stored is not None and stored["cluster_id"] == cluster_id:
                 return int(stored["epoch"])
-            epoch = max(_unix_microseconds(), 0 if stored is None else int(stored["epoch"]) + 1)
+            epoch = max(_unix_microseconds(), 0 if stored is None else int(stored["epoch"]) + EPOCH_STEP)
             if await self._write_epoch(epoch, cluster_id, seen=found):
                 return epoch
 

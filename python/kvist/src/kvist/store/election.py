@@ -31,7 +31,9 @@ class Leadership:
 
     Attributes:
         key: The claim's key.
-        fence: Revision at which the claim was won; grows from leader to leader.
+        create_revision: Revision at which the claim was won; the condition of all writes.
+        fence: The store's epoch, in microseconds, plus that revision. It grows from leader to leader and also when the
+            store is restored or replaced, since no store makes a revision each microsecond. Commands carry it.
         lease_id: The claim's lease.
         certain_until: Monotonic seconds until which nobody else can lead.
         lost: Set when the claim has ended, or when it can no longer be told to live.
@@ -39,6 +41,7 @@ class Leadership:
     """
 
     key: str
+    create_revision: int
     fence: int
     lease_id: int
     certain_until: float
@@ -53,7 +56,7 @@ class Leadership:
     @property
     def guard(self) -> Compare:
         """The condition under which the leader may write."""
-        return Compare(self.key, create_revision=self.fence)
+        return Compare(self.key, create_revision=self.create_revision)
 
     async def commit(
         self, store: StateStore, operations: Sequence[Operation], *, when: Sequence[Compare] = ()
@@ -66,7 +69,7 @@ class Leadership:
         outcome = await store.commit(operations, when=[self.guard, *when])
         if not outcome.succeeded:
             holder = await store.get(self.key)
-            if holder is None or holder.create_revision != self.fence:
+            if holder is None or holder.create_revision != self.create_revision:
                 self.lost.set()
                 raise errors.PreconditionError("another leader has taken over", code="STALE_FENCE")
         return outcome
@@ -109,12 +112,16 @@ async def _campaign(
 ) -> Leadership:
     lease_id = 0
     certain_until = 0.0
+
+    def won(revision: int) -> Leadership:
+        return Leadership(key, revision, store.epoch + revision, lease_id, certain_until, clock=clock)
+
     while True:
         try:
             holder = await store.get(key)
             if holder is not None and holder.lease_id == lease_id != 0:
                 # A claim whose outcome was unknown was made after all.
-                return Leadership(key, holder.create_revision, lease_id, certain_until, clock=clock)
+                return won(holder.create_revision)
             if holder is None:
                 if not lease_id:
                     certain_until = clock() + ttl_seconds
@@ -123,7 +130,7 @@ async def _campaign(
                     [Put(key, identity.encode(), lease_id)], when=[Compare(key, mod_revision=0)]
                 )
                 if outcome.succeeded:
-                    return Leadership(key, outcome.revision, lease_id, certain_until, clock=clock)
+                    return won(outcome.revision)
                 continue
             if lease_id:
                 revoked, lease_id = lease_id, 0

@@ -16,6 +16,9 @@ from typing import Self
 MOST_OPERATIONS = 100
 LARGEST_VALUE_BYTES = 1024 * 1024
 LARGEST_COMMIT_BYTES = LARGEST_VALUE_BYTES + 256 * 1024
+# An epoch is the time in microseconds. When the clock has gone back it is this much more than the one before, so that
+# epoch plus revision grows all the same.
+EPOCH_STEP = 1_000_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

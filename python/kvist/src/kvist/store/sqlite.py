@@ -25,6 +25,7 @@ from typing import Self, TypeVar
 import psutil
 
 from kvist.store.interface import (
+    EPOCH_STEP,
     Batch,
     CompactedError,
     Compare,
@@ -208,7 +209,7 @@ class SqliteStore(StateStore):
 
         def write() -> int:
             with self._transaction("IMMEDIATE"):
-                epoch = max(_unix_microseconds(), self._meta("epoch") + 1)
+                epoch = max(_unix_microseconds(), self._meta("epoch") + EPOCH_STEP)
                 self._set_meta("epoch", epoch)
                 return epoch
 

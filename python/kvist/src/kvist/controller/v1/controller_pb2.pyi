@@ -530,6 +530,7 @@ class AgentHello(_message.Message):
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
+    PULSE_INTERVAL_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """`host:port` of the agent's gRPC server."""
     admin_address: _builtins.str
@@ -546,6 +547,10 @@ class AgentHello(_message.Message):
     def attached(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.AttachedEngine]:
         """Engines that it has attached and reached."""
 
+    @_builtins.property
+    def pulse_interval(self) -> _duration_pb2.Duration:
+        """Asks for a response at least this often, a pulse when there is nothing else; absent for none."""
+
     def __init__(
         self,
         *,
@@ -554,10 +559,11 @@ class AgentHello(_message.Message):
         admin_address: _builtins.str = ...,
         workers: _abc.Iterable[_agent_pb2.WorkerStatus] | None = ...,
         attached: _abc.Iterable[_agent_pb2.AttachedEngine] | None = ...,
+        pulse_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory", "pulse_interval", b"pulse_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "attached", b"attached", "inventory", b"inventory", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "attached", b"attached", "inventory", b"inventory", "pulse_interval", b"pulse_interval", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,6 +618,7 @@ class RegisterResponse(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___RegisterWelcome:
         """The first message."""
@@ -624,22 +631,44 @@ class RegisterResponse(_message.Message):
     def verdicts(self) -> Global___WorkerVerdicts:
         """Why workers are refused."""
 
+    @_builtins.property
+    def pulse(self) -> Global___Pulse:
+        """Nothing is new; the controller lives."""
+
     def __init__(
         self,
         *,
         welcome: Global___RegisterWelcome | None = ...,
         assignment: Global___Assignment | None = ...,
         verdicts: Global___WorkerVerdicts | None = ...,
+        pulse: Global___Pulse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "message", b"message", "verdicts", b"verdicts", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "message", b"message", "pulse", b"pulse", "verdicts", b"verdicts", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "message", b"message", "verdicts", b"verdicts", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "message", b"message", "pulse", b"pulse", "verdicts", b"verdicts", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assignment", "verdicts"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assignment", "verdicts", "pulse"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
+
+@_typing.final
+class Pulse(_message.Message):
+    """A sign of life, sent when nothing else was for the interval that was asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
 
 @_typing.final
 class RegisterWelcome(_message.Message):
@@ -691,7 +720,9 @@ class Assignment(_message.Message):
     assignment_number: _builtins.int
     """Grows with each assignment of a leader."""
     fence: _builtins.int
-    """The leader's fence; a lower one than seen is refused."""
+    """The leader's fence: the store's epoch plus the revision of its election, so that it also grows when a store is
+    restored or replaced. A lower one than seen is refused.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.WorkerSpec]:
         """All slots. One that is missing is drained and ended."""
@@ -779,21 +810,27 @@ class WatchClusterRequest(_message.Message):
 
     SUBSCRIBER_FIELD_NUMBER: _builtins.int
     KNOWN_VERSION_FIELD_NUMBER: _builtins.int
+    PULSE_INTERVAL_FIELD_NUMBER: _builtins.int
     subscriber: _builtins.str
     """Who asks: name of the router or KV master."""
     @_builtins.property
     def known_version(self) -> Global___ClusterVersion:
         """The last version seen; an equal one is not sent again."""
 
+    @_builtins.property
+    def pulse_interval(self) -> _duration_pb2.Duration:
+        """Asks for a response at least this often, a pulse when there is nothing else; absent for none."""
+
     def __init__(
         self,
         *,
         subscriber: _builtins.str = ...,
         known_version: Global___ClusterVersion | None = ...,
+        pulse_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "pulse_interval", b"pulse_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "subscriber", b"subscriber"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "pulse_interval", b"pulse_interval", "subscriber", b"subscriber"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -806,18 +843,22 @@ class WatchClusterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
+    pulse: _builtins.bool
+    """Nothing is new; the controller lives."""
     @_builtins.property
     def state(self) -> Global___ClusterState:
-        """The state."""
+        """The state; absent when the known one is still the present one."""
 
     def __init__(
         self,
         *,
         state: Global___ClusterState | None = ...,
+        pulse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulse", b"pulse", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

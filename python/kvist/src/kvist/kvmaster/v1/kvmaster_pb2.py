@@ -28,15 +28,15 @@ from kvist.events.v1 import events_pb2 as kvist_dot_events_dot_v1_dot_events__pb
 from kvist.router.v1 import router_pb2 as kvist_dot_router_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvist/kvmaster/v1/kvmaster.proto\x12\x11kvist.kvmaster.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1ckvist/engine/v1/engine.proto\x1a\x1ckvist/events/v1/events.proto\x1a\x1ckvist/router/v1/router.proto\"\xcb\x01\n\rLookupRequest\x12\x30\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1e.kvist.kvmaster.v1.BlockHashesH\x00\x12+\n\x06tokens\x18\x02 \x01(\x0b\x32\x19.kvist.engine.v1.TokenIdsH\x00\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x06 \x01(\rB\x08\n\x06prompt\"\x1d\n\x0b\x42lockHashes\x12\x0e\n\x06hashes\x18\x01 \x03(\x06\"\x8e\x01\n\x0eLookupResponse\x12/\n\x07matches\x18\x01 \x03(\x0b\x32\x1e.kvist.kvmaster.v1.SourceMatch\x12\x34\n\x0b\x61nswered_by\x18\x02 \x01(\x0e\x32\x1f.kvist.kvmaster.v1.InstanceRole\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\"\xa9\x01\n\x0bSourceMatch\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvist.events.v1.SourceId\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.kvist.events.v1.SourceState\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12+\n\x07matches\x18\x04 \x03(\x0b\x32\x1a.kvist.events.v1.TierMatch\"\'\n\x10\x42ootstrapRequest\x12\x13\n\x0bworker_uids\x18\x01 \x03(\t\"\x81\x01\n\x11\x42ootstrapResponse\x12\x32\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1e.kvist.engine.v1.SnapshotChunkH\x00\x12\x30\n\x04\x64one\x18\x02 \x01(\x0b\x32 .kvist.kvmaster.v1.BootstrapDoneH\x00\x42\x06\n\x04part\" \n\rBootstrapDone\x12\x0f\n\x07sources\x18\x01 \x01(\r\"\x15\n\x13WatchSourcesRequest\"r\n\x14WatchSourcesResponse\x12.\n\x07sources\x18\x01 \x03(\x0b\x32\x1d.kvist.router.v1.SourceStatus\x12*\n\x07removed\x18\x02 \x03(\x0b\x32\x19.kvist.events.v1.SourceId\"\x0e\n\x0cStatsRequest\"\xb4\x01\n\rStatsResponse\x12-\n\x04role\x18\x01 \x01(\x0e\x32\x1f.kvist.kvmaster.v1.InstanceRole\x12.\n\x07sources\x18\x02 \x03(\x0b\x32\x1d.kvist.router.v1.SourceStatus\x12\x13\n\x0bindex_bytes\x18\x03 \x01(\x04\x12\x19\n\x11index_byte_budget\x18\x04 \x01(\x04\x12\x14\n\x0cindex_blocks\x18\x05 \x01(\x04\"\x89\x01\n\x0bNamedPrefix\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12.\n\nupdated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"B\n\x10PutPrefixRequest\x12.\n\x06prefix\x18\x01 \x01(\x0b\x32\x1e.kvist.kvmaster.v1.NamedPrefix\"C\n\x11PutPrefixResponse\x12.\n\x06prefix\x18\x01 \x01(\x0b\x32\x1e.kvist.kvmaster.v1.NamedPrefix\"<\n\x13ListPrefixesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"a\n\x14ListPrefixesResponse\x12\x30\n\x08prefixes\x18\x01 \x03(\x0b\x32\x1e.kvist.kvmaster.v1.NamedPrefix\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x13\x44\x65letePrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x16\n\x14\x44\x65letePrefixResponse*b\n\x0cInstanceRole\x12\x1d\n\x19INSTANCE_ROLE_UNSPECIFIED\x10\x00\x12\x18\n\x14INSTANCE_ROLE_LEADER\x10\x01\x12\x19\n\x15INSTANCE_ROLE_STANDBY\x10\x02\x32\x83\x05\n\x0fKvMasterService\x12M\n\x06Lookup\x12 .kvist.kvmaster.v1.LookupRequest\x1a!.kvist.kvmaster.v1.LookupResponse\x12X\n\tBootstrap\x12#.kvist.kvmaster.v1.BootstrapRequest\x1a$.kvist.kvmaster.v1.BootstrapResponse0\x01\x12\x61\n\x0cWatchSources\x12&.kvist.kvmaster.v1.WatchSourcesRequest\x1a\'.kvist.kvmaster.v1.WatchSourcesResponse0\x01\x12J\n\x05Stats\x12\x1f.kvist.kvmaster.v1.StatsRequest\x1a .kvist.kvmaster.v1.StatsResponse\x12V\n\tPutPrefix\x12#.kvist.kvmaster.v1.PutPrefixRequest\x1a$.kvist.kvmaster.v1.PutPrefixResponse\x12_\n\x0cListPrefixes\x12&.kvist.kvmaster.v1.ListPrefixesRequest\x1a\'.kvist.kvmaster.v1.ListPrefixesResponse\x12_\n\x0c\x44\x65letePrefix\x12&.kvist.kvmaster.v1.DeletePrefixRequest\x1a\'.kvist.kvmaster.v1.DeletePrefixResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvist/kvmaster/v1/kvmaster.proto\x12\x11kvist.kvmaster.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1ckvist/engine/v1/engine.proto\x1a\x1ckvist/events/v1/events.proto\x1a\x1ckvist/router/v1/router.proto\"\xcb\x01\n\rLookupRequest\x12\x30\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1e.kvist.kvmaster.v1.BlockHashesH\x00\x12+\n\x06tokens\x18\x02 \x01(\x0b\x32\x19.kvist.engine.v1.TokenIdsH\x00\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x06 \x01(\rB\x08\n\x06prompt\"\x1d\n\x0b\x42lockHashes\x12\x0e\n\x06hashes\x18\x01 \x03(\x06\"\x8e\x01\n\x0eLookupResponse\x12/\n\x07matches\x18\x01 \x03(\x0b\x32\x1e.kvist.kvmaster.v1.SourceMatch\x12\x34\n\x0b\x61nswered_by\x18\x02 \x01(\x0e\x32\x1f.kvist.kvmaster.v1.InstanceRole\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\"\xa9\x01\n\x0bSourceMatch\x12)\n\x06source\x18\x01 \x01(\x0b\x32\x19.kvist.events.v1.SourceId\x12+\n\x05state\x18\x02 \x01(\x0e\x32\x1c.kvist.events.v1.SourceState\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12+\n\x07matches\x18\x04 \x03(\x0b\x32\x1a.kvist.events.v1.TierMatch\"\'\n\x10\x42ootstrapRequest\x12\x13\n\x0bworker_uids\x18\x01 \x03(\t\"\x81\x01\n\x11\x42ootstrapResponse\x12\x32\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1e.kvist.engine.v1.SnapshotChunkH\x00\x12\x30\n\x04\x64one\x18\x02 \x01(\x0b\x32 .kvist.kvmaster.v1.BootstrapDoneH\x00\x42\x06\n\x04part\" \n\rBootstrapDone\x12\x0f\n\x07sources\x18\x01 \x01(\r\"\x15\n\x13WatchSourcesRequest\"r\n\x14WatchSourcesResponse\x12.\n\x07sources\x18\x01 \x03(\x0b\x32\x1d.kvist.router.v1.SourceStatus\x12*\n\x07removed\x18\x02 \x03(\x0b\x32\x19.kvist.events.v1.SourceId\"\x0e\n\x0cStatsRequest\"\xc3\x01\n\rStatsResponse\x12-\n\x04role\x18\x01 \x01(\x0e\x32\x1f.kvist.kvmaster.v1.InstanceRole\x12.\n\x07sources\x18\x02 \x03(\x0b\x32\x1d.kvist.router.v1.SourceStatus\x12\x13\n\x0bindex_bytes\x18\x03 \x01(\x04\x12\x19\n\x11index_byte_budget\x18\x04 \x01(\x04\x12\x14\n\x0cindex_blocks\x18\x05 \x01(\x04\x12\r\n\x05\x66\x65nce\x18\x06 \x01(\x04\"\x89\x01\n\x0bNamedPrefix\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12.\n\nupdated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"B\n\x10PutPrefixRequest\x12.\n\x06prefix\x18\x01 \x01(\x0b\x32\x1e.kvist.kvmaster.v1.NamedPrefix\"C\n\x11PutPrefixResponse\x12.\n\x06prefix\x18\x01 \x01(\x0b\x32\x1e.kvist.kvmaster.v1.NamedPrefix\"<\n\x13ListPrefixesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"a\n\x14ListPrefixesResponse\x12\x30\n\x08prefixes\x18\x01 \x03(\x0b\x32\x1e.kvist.kvmaster.v1.NamedPrefix\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x13\x44\x65letePrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x16\n\x14\x44\x65letePrefixResponse*b\n\x0cInstanceRole\x12\x1d\n\x19INSTANCE_ROLE_UNSPECIFIED\x10\x00\x12\x18\n\x14INSTANCE_ROLE_LEADER\x10\x01\x12\x19\n\x15INSTANCE_ROLE_STANDBY\x10\x02\x32\x83\x05\n\x0fKvMasterService\x12M\n\x06Lookup\x12 .kvist.kvmaster.v1.LookupRequest\x1a!.kvist.kvmaster.v1.LookupResponse\x12X\n\tBootstrap\x12#.kvist.kvmaster.v1.BootstrapRequest\x1a$.kvist.kvmaster.v1.BootstrapResponse0\x01\x12\x61\n\x0cWatchSources\x12&.kvist.kvmaster.v1.WatchSourcesRequest\x1a\'.kvist.kvmaster.v1.WatchSourcesResponse0\x01\x12J\n\x05Stats\x12\x1f.kvist.kvmaster.v1.StatsRequest\x1a .kvist.kvmaster.v1.StatsResponse\x12V\n\tPutPrefix\x12#.kvist.kvmaster.v1.PutPrefixRequest\x1a$.kvist.kvmaster.v1.PutPrefixResponse\x12_\n\x0cListPrefixes\x12&.kvist.kvmaster.v1.ListPrefixesRequest\x1a\'.kvist.kvmaster.v1.ListPrefixesResponse\x12_\n\x0c\x44\x65letePrefix\x12&.kvist.kvmaster.v1.DeletePrefixRequest\x1a\'.kvist.kvmaster.v1.DeletePrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvist.kvmaster.v1.kvmaster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSTANCEROLE']._serialized_start=1776
-  _globals['_INSTANCEROLE']._serialized_end=1874
+  _globals['_INSTANCEROLE']._serialized_start=1791
+  _globals['_INSTANCEROLE']._serialized_end=1889
   _globals['_LOOKUPREQUEST']._serialized_start=179
   _globals['_LOOKUPREQUEST']._serialized_end=382
   _globals['_BLOCKHASHES']._serialized_start=384
@@ -58,21 +58,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATSREQUEST']._serialized_start=1078
   _globals['_STATSREQUEST']._serialized_end=1092
   _globals['_STATSRESPONSE']._serialized_start=1095
-  _globals['_STATSRESPONSE']._serialized_end=1275
-  _globals['_NAMEDPREFIX']._serialized_start=1278
-  _globals['_NAMEDPREFIX']._serialized_end=1415
-  _globals['_PUTPREFIXREQUEST']._serialized_start=1417
-  _globals['_PUTPREFIXREQUEST']._serialized_end=1483
-  _globals['_PUTPREFIXRESPONSE']._serialized_start=1485
-  _globals['_PUTPREFIXRESPONSE']._serialized_end=1552
-  _globals['_LISTPREFIXESREQUEST']._serialized_start=1554
-  _globals['_LISTPREFIXESREQUEST']._serialized_end=1614
-  _globals['_LISTPREFIXESRESPONSE']._serialized_start=1616
-  _globals['_LISTPREFIXESRESPONSE']._serialized_end=1713
-  _globals['_DELETEPREFIXREQUEST']._serialized_start=1715
-  _globals['_DELETEPREFIXREQUEST']._serialized_end=1750
-  _globals['_DELETEPREFIXRESPONSE']._serialized_start=1752
-  _globals['_DELETEPREFIXRESPONSE']._serialized_end=1774
-  _globals['_KVMASTERSERVICE']._serialized_start=1877
-  _globals['_KVMASTERSERVICE']._serialized_end=2520
+  _globals['_STATSRESPONSE']._serialized_end=1290
+  _globals['_NAMEDPREFIX']._serialized_start=1293
+  _globals['_NAMEDPREFIX']._serialized_end=1430
+  _globals['_PUTPREFIXREQUEST']._serialized_start=1432
+  _globals['_PUTPREFIXREQUEST']._serialized_end=1498
+  _globals['_PUTPREFIXRESPONSE']._serialized_start=1500
+  _globals['_PUTPREFIXRESPONSE']._serialized_end=1567
+  _globals['_LISTPREFIXESREQUEST']._serialized_start=1569
+  _globals['_LISTPREFIXESREQUEST']._serialized_end=1629
+  _globals['_LISTPREFIXESRESPONSE']._serialized_start=1631
+  _globals['_LISTPREFIXESRESPONSE']._serialized_end=1728
+  _globals['_DELETEPREFIXREQUEST']._serialized_start=1730
+  _globals['_DELETEPREFIXREQUEST']._serialized_end=1765
+  _globals['_DELETEPREFIXRESPONSE']._serialized_start=1767
+  _globals['_DELETEPREFIXRESPONSE']._serialized_end=1789
+  _globals['_KVMASTERSERVICE']._serialized_start=1892
+  _globals['_KVMASTERSERVICE']._serialized_end=2535
 # @@protoc_insertion_point(module_scope)

@@ -342,6 +342,7 @@ class StatsResponse(_message.Message):
     INDEX_BYTES_FIELD_NUMBER: _builtins.int
     INDEX_BYTE_BUDGET_FIELD_NUMBER: _builtins.int
     INDEX_BLOCKS_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     role: Global___InstanceRole.ValueType
     """Part that the answering instance plays."""
     index_bytes: _builtins.int
@@ -350,6 +351,10 @@ class StatsResponse(_message.Message):
     """Most bytes it may use."""
     index_blocks: _builtins.int
     """Distinct blocks."""
+    fence: _builtins.int
+    """Fence of this instance's leadership, which tells two leaders apart: the higher one leads. 0 when it does not lead,
+    or there is no store to elect by.
+    """
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_router_pb2.SourceStatus]:
         """Ordered by worker and rank."""
@@ -362,10 +367,11 @@ class StatsResponse(_message.Message):
         index_bytes: _builtins.int = ...,
         index_byte_budget: _builtins.int = ...,
         index_blocks: _builtins.int = ...,
+        fence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index_blocks", b"index_blocks", "index_byte_budget", b"index_byte_budget", "index_bytes", b"index_bytes", "role", b"role", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "index_blocks", b"index_blocks", "index_byte_budget", b"index_byte_budget", "index_bytes", b"index_bytes", "role", b"role", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,14 +389,14 @@ class NamedPrefix(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     UPDATED_AT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Unique name."""
+    """Unique name: at most 128 of A-Z, a-z, 0-9, `.`, `_` and `-`."""
     namespace: _builtins.str
     """Namespace of the hashes."""
     description: _builtins.str
-    """For people."""
+    """For people; at most 1,000 characters."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Block hashes in prompt order."""
+        """Block hashes in prompt order; at most 16,384."""
 
     @_builtins.property
     def updated_at(self) -> _timestamp_pb2.Timestamp:

@@ -107,6 +107,8 @@ class KvMasterServiceServicer:
 
     def PutPrefix(self, request, context):
         """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE by an instance that does not lead (its detail names the leader),
+        FAILED_PRECONDITION when another one has taken over meanwhile, UNIMPLEMENTED without a state store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,10 @@ class KvMasterServiceStub:
     Stats: _grpc.UnaryUnaryMultiCallable[_kvmaster_pb2.StatsRequest, _kvmaster_pb2.StatsResponse]
     """Sources, counts, digests and memory at this moment. Idempotent."""
     PutPrefix: _grpc.UnaryUnaryMultiCallable[_kvmaster_pb2.PutPrefixRequest, _kvmaster_pb2.PutPrefixResponse]
-    """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content."""
+    """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content.
+    Errors: INVALID_ARGUMENT, UNAVAILABLE by an instance that does not lead (its detail names the leader),
+    FAILED_PRECONDITION when another one has taken over meanwhile, UNIMPLEMENTED without a state store.
+    """
     ListPrefixes: _grpc.UnaryUnaryMultiCallable[_kvmaster_pb2.ListPrefixesRequest, _kvmaster_pb2.ListPrefixesResponse]
     """The named prefixes, by page."""
     DeletePrefix: _grpc.UnaryUnaryMultiCallable[_kvmaster_pb2.DeletePrefixRequest, _kvmaster_pb2.DeletePrefixResponse]
@@ -66,7 +69,10 @@ class KvMasterServiceAsyncStub(KvMasterServiceStub):
     Stats: _aio.UnaryUnaryMultiCallable[_kvmaster_pb2.StatsRequest, _kvmaster_pb2.StatsResponse]  # type: ignore[assignment]
     """Sources, counts, digests and memory at this moment. Idempotent."""
     PutPrefix: _aio.UnaryUnaryMultiCallable[_kvmaster_pb2.PutPrefixRequest, _kvmaster_pb2.PutPrefixResponse]  # type: ignore[assignment]
-    """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content."""
+    """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content.
+    Errors: INVALID_ARGUMENT, UNAVAILABLE by an instance that does not lead (its detail names the leader),
+    FAILED_PRECONDITION when another one has taken over meanwhile, UNIMPLEMENTED without a state store.
+    """
     ListPrefixes: _aio.UnaryUnaryMultiCallable[_kvmaster_pb2.ListPrefixesRequest, _kvmaster_pb2.ListPrefixesResponse]  # type: ignore[assignment]
     """The named prefixes, by page."""
     DeletePrefix: _aio.UnaryUnaryMultiCallable[_kvmaster_pb2.DeletePrefixRequest, _kvmaster_pb2.DeletePrefixResponse]  # type: ignore[assignment]
@@ -115,7 +121,10 @@ class KvMasterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvmaster_pb2.PutPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvmaster_pb2.PutPrefixResponse, _abc.Awaitable[_kvmaster_pb2.PutPrefixResponse]]:
-        """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content."""
+        """Names a prefix. Written by the leader alone, under its fence. Idempotent for equal content.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE by an instance that does not lead (its detail names the leader),
+        FAILED_PRECONDITION when another one has taken over meanwhile, UNIMPLEMENTED without a state store.
+        """
 
     @_abc_1.abstractmethod
     def ListPrefixes(

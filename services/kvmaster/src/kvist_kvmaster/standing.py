@@ -1,0 +1,105 @@
+"""Which part this KV master plays: it leads, or stands by with the same index and would lead next."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvist.kvmaster.v1.kvmaster_pb2 import INSTANCE_ROLE_LEADER, INSTANCE_ROLE_STANDBY, InstanceRole
+from kvist.settings import StoreSettings
+from kvist.state_store import open_store
+from kvist.store import StateStore, StoreError
+from kvist.store.election import Leadership, lead
+from kvist.store.mirror import Mirror
+from kvist.telemetry import logger
+from kvist_kvmaster.catalogue import Catalogue
+
+RETRY_SECONDS = 0.5
+
+_log = logger(__name__)
+
+
+class Standing:
+    """The election among KV masters, and the catalogue that its winner writes.
+
+    Lookups need neither: while the store is away, or nobody leads, every instance answers from its index.
+    """
+
+    def __init__(
+        self,
+        store: StoreSettings | None,
+        *,
+        cluster: str,
+        name: str,
+        lease_seconds: float,
+        open_store: Callable[[StoreSettings], StateStore] = open_store,
+    ) -> None:
+        self._settings = store
+        self._open_store = open_store
+        self._root = f"/kvist/{cluster}/v1/"
+        self._name = name
+        self._lease_seconds = lease_seconds
+        self._leadership: Leadership | None = None
+        # Absent until the store could be opened.
+        self.catalogue: Catalogue | None = None
+        # Name of whoever leads, as the store says.
+        self.leader_name = ""
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store to elect by."""
+        return self._settings is not None
+
+    @property
+    def leadership(self) -> Leadership | None:
+        """The claim, while nobody else can have another."""
+        leadership = self._leadership
+        return leadership if leadership is not None and leadership.is_certain else None
+
+    @property
+    def role(self) -> InstanceRole.ValueType:
+        """The part it plays now. Alone without a store, it leads."""
+        leads = not self.has_store or self.leadership is not None
+        return INSTANCE_ROLE_LEADER if leads else INSTANCE_ROLE_STANDBY
+
+    @property
+    def fence(self) -> int:
+        """Of its leadership; 0 when it does not lead."""
+        leadership = self.leadership
+        return 0 if leadership is None else leadership.fence
+
+    async def run(self) -> None:
+        """Opens the store, then leads again and again, for ever."""
+        if self._settings is None:
+            return
+        while True:
+            store = self._open_store(self._settings)
+            try:
+                await store.__aenter__()
+            except StoreError as failure:
+                _log.warning("store_not_open", reason=str(failure))
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                await self._take_part(store)
+            finally:
+                await store.__aexit__(None, None, None)
+
+    async def _take_part(self, store: StateStore) -> None:
+        catalogue = Catalogue(store, f"{self._root}prefixes/", unix_nanoseconds=time.time_ns)
+        election = f"{self._root}elections/kvmaster"
+
+        def note_leader(_events: object) -> None:
+            found = leader.contents.get(election)
+            self.leader_name = "" if found is None else found.value.decode()
+
+        leader = Mirror(store, election, on_change=note_leader)
+        self.catalogue = catalogue
+        async with asyncio.TaskGroup() as group:
+            group.create_task(catalogue.run())
+            group.create_task(leader.run())
+            while True:
+                async with lead(
+                    store, election, identity=self._name, ttl_seconds=self._lease_seconds
+                ) as self._leadership:
+                    await self._leadership.lost.wait()
+                self._leadership = None
