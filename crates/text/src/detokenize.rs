@@ -9,6 +9,8 @@ use crate::vocabulary::Vocabulary;
 pub struct Detokenizer {
     vocabulary: Arc<Vocabulary>,
     skip_special: bool,
+    /// Special tokens that are text all the same.
+    shown: Vec<u32>,
     /// At most three bytes of a character that is not complete.
     held: Vec<u8>,
     at_start: bool,
@@ -18,17 +20,23 @@ impl Detokenizer {
     /// For a text of its own: sentencepiece's mark of the first word is no space.
     pub(crate) fn from_start(vocabulary: Arc<Vocabulary>, skip_special: bool) -> Self {
         let at_start = vocabulary.strips_first_space();
-        Self { vocabulary, skip_special, held: Vec::new(), at_start }
+        Self { vocabulary, skip_special, shown: Vec::new(), held: Vec::new(), at_start }
     }
 
     /// For what follows a prompt: a space at the begin belongs between the two.
     pub(crate) fn after_prompt(vocabulary: Arc<Vocabulary>, skip_special: bool) -> Self {
-        Self { vocabulary, skip_special, held: Vec::new(), at_start: false }
+        Self { vocabulary, skip_special, shown: Vec::new(), held: Vec::new(), at_start: false }
+    }
+
+    /// The same, with these special tokens in the text.
+    pub(crate) fn showing(mut self, shown: Vec<u32>) -> Self {
+        self.shown = shown;
+        self
     }
 
     /// Appends the text that a token completes.
     pub fn push(&mut self, id: u32, text: &mut String) {
-        if self.skip_special && self.vocabulary.is_special(id) {
+        if self.skip_special && self.vocabulary.is_special(id) && !self.shown.contains(&id) {
             return;
         }
         let mut bytes = self.vocabulary.bytes_of(id);

@@ -1,12 +1,14 @@
-//! Tokenizers, chat templates, incremental detokenizing, stop strings.
+//! Tokenizers, chat templates, incremental detokenizing, stop strings, parsers of tool calls and thoughts.
 //!
 //! Pure: files arrive as bytes and the time of day as an argument. A fast tokenizer does the work and the Hugging Face
 //! one is its oracle: both encode a corpus when a model is loaded, and a difference means that the slow one is used.
 
+mod abilities;
 mod control;
 mod detokenize;
 mod encode;
 mod model;
+mod parse;
 mod python;
 mod stop;
 mod template;
@@ -14,6 +16,7 @@ mod vocabulary;
 
 pub use detokenize::Detokenizer;
 pub use model::{Chat, ModelText, TextError, TextHeader, digest_hex};
+pub use parse::{AnswerParser, CallIdForm, Calls, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily, ToolFamily};
 pub use stop::{StopOutcome, StopStrings};
 
 #[cfg(test)]

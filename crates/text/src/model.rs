@@ -3,12 +3,17 @@
 use std::sync::Arc;
 
 use crate::{
+    abilities::{self, Abilities},
     control::{ControlTokens, SENTINEL, added_tokens},
     detokenize::Detokenizer,
     encode::{Added, Encoder},
+    parse::{PromptEnd, ReasoningFamily, ToolFamily},
     template::{Template, Variables},
     vocabulary::Vocabulary,
 };
+
+/// Tokens at the end of a prompt that hold a mark of thoughts and the line breaks behind it.
+const PROMPT_END_TOKENS: usize = 24;
 
 /// What goes with a tokenizer file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -66,6 +71,7 @@ pub struct ModelText {
     encoder: Encoder,
     vocabulary: Arc<Vocabulary>,
     template: Option<Template>,
+    abilities: Abilities,
     header: TextHeader,
     bos_token_id: Option<u32>,
     control: ControlTokens,
@@ -96,10 +102,10 @@ impl ModelText {
         let encoder = Encoder::new(&json, &mut added)?;
         let vocabulary = Arc::new(Vocabulary::new(encoder.oracle(), &added, &json["decoder"]));
         let control = ControlTokens::new(&added, &header.chat_template);
-        let template = if header.chat_template.is_empty() { None } else { Some(Template::new(&header.chat_template)?) };
+        let (template, abilities) = abilities::load(&header.chat_template)?;
         let bos_token_id = encoder.oracle().token_to_id(&header.bos_token);
         let digest = digest_hex(tokenizer_json);
-        Ok(Self { encoder, vocabulary, template, header, bos_token_id, control, digest })
+        Ok(Self { encoder, vocabulary, template, abilities, header, bos_token_id, control, digest })
     }
 
     /// BLAKE3 of the tokenizer file, lower-case hex.
@@ -190,9 +196,46 @@ impl ModelText {
         Detokenizer::after_prompt(Arc::clone(&self.vocabulary), skip_special)
     }
 
+    /// The same without special tokens but some, which a parser looks for.
+    #[must_use]
+    pub fn detokenizer_with(&self, shown: &[&str]) -> Detokenizer {
+        let ids = shown.iter().filter_map(|token| self.encoder.oracle().token_to_id(token));
+        self.detokenizer(true).showing(ids.collect())
+    }
+
+    /// How the model writes tool calls, by its template; none when the template says nothing of them.
+    #[must_use]
+    pub fn tool_family(&self) -> Option<ToolFamily> {
+        self.abilities.tools
+    }
+
+    /// How the model marks its thoughts, by its template; none when the template says nothing of them.
+    #[must_use]
+    pub fn reasoning_family(&self) -> Option<ReasoningFamily> {
+        self.abilities.reasoning
+    }
+
+    /// Whether tools of a request appear in its prompt.
+    #[must_use]
+    pub fn shows_tools(&self) -> bool {
+        self.abilities.shows_tools
+    }
+
+    /// Where the tokens of a prompt leave a model that marks its thoughts.
+    #[must_use]
+    pub fn prompt_end(&self, prompt: &[u32], family: ReasoningFamily) -> PromptEnd {
+        let last = &prompt[prompt.len().saturating_sub(PROMPT_END_TOKENS)..];
+        abilities::prompt_end(&self.decode(last, false), family)
+    }
+
     fn render(&self, chat: &Chat) -> Result<String, TextError> {
         let template = self.template.as_ref().ok_or(TextError::NoTemplate)?;
-        let messages: Vec<_> = chat.messages.iter().map(|message| self.control.defuse_message(message)).collect();
+        let adapted = |message: &serde_json::Value| {
+            let mut message = message.clone();
+            self.abilities.adapt(&mut message);
+            self.control.defuse_message(&message)
+        };
+        let messages: Vec<_> = chat.messages.iter().map(adapted).collect();
         let tools: Vec<_> = chat.tools.iter().map(|tool| self.control.defuse(tool)).collect();
         let mut variables = serde_json::Map::new();
         for (name, value) in &chat.variables {

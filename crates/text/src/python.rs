@@ -98,6 +98,13 @@ pub(crate) struct JsonLayout {
     pub(crate) separators: (String, String),
 }
 
+impl Default for JsonLayout {
+    fn default() -> Self {
+        let separators = (", ".to_owned(), ": ".to_owned());
+        Self { ascii_only: false, indent: None, sort_keys: false, separators }
+    }
+}
+
 impl JsonLayout {
     pub(crate) fn write(&self, value: &Json) -> String {
         let mut text = String::new();
