@@ -1,6 +1,6 @@
 """Runs the default tier of tests and says what ran where.
 
-Tiers: Rust, unit, contract, integration, chart, end to end. `--only NAME` runs one. The last lines are a table and the
+Tiers: Rust, unit, contract, integration, faults (short form), chart, end to end. `--only NAME` runs one. The last lines are a table and the
 tiers that were not run. Exit code 1 when any tier failed or ran nothing.
 """
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a default run leaves out.
 NOT_RUN = {
     "deep": "long property runs and faults: ./task test:deep",
-    "chaos": "faults under sustained load",
+    "long outages": "faults under sustained load for minutes: ./task test:chaos",
     "vllm": "a real vLLM engine",
     "kubernetes": "the chart on a control plane",
     "bench": "measurements: ./task bench:mesh",
@@ -44,6 +44,7 @@ TIERS = (
     pytest_tier("unit", "unit", 600),
     pytest_tier("contract", "contract", 600),
     pytest_tier("integration", "integration", 1200),
+    pytest_tier("chaos", "chaos", 900),
     pytest_tier("helm", "helm", 600),
     pytest_tier("e2e", "e2e", 1800),
 )

@@ -1,0 +1,149 @@
+"""Two controllers on one store: both answer, one decides."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvist.admin import Readiness
+from kvist.controller.v1 import controller_pb2 as pb
+from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.errors import KvistError, rpc_errors
+from kvist.grpc import open_channel
+from kvist.runner import Process
+from kvist.settings import StoreSettings
+from kvist.store.sqlite import SqliteStore
+from kvist_controller.app import ControllerApp
+from kvist_controller.settings import ControllerSettings
+from support.control_plane import ClusterReader, ScriptedAgent, manifest
+
+LIMIT_SECONDS = 40
+LEASE_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Running:
+    """A controller of this process."""
+
+    process: Process[ControllerSettings]
+    stub: ControllerServiceStub
+    task: asyncio.Task[None]
+
+    async def leave(self) -> None:
+        """Stops it as SIGTERM does."""
+        self.process.stopping.set()
+        await self.task
+
+
+@contextlib.asynccontextmanager
+async def controller(store: Path, name: str) -> AsyncIterator[Running]:
+    """A whole controller: store, election, server."""
+    settings = ControllerSettings(
+        name=name, cluster="test", store=StoreSettings(path=store), leader_lease_seconds=LEASE_SECONDS
+    )
+    ready = store.with_name(f"{name}.json")
+    process = Process(settings, CollectorRegistry(), Readiness(start="starting"), ready)
+    task = asyncio.create_task(ControllerApp(process).run())
+    try:
+        while not ready.exists():
+            await asyncio.sleep(0.01)
+        async with open_channel(json.loads(ready.read_text())["grpc_address"], retries=False) as channel:
+            yield Running(process, ControllerServiceStub(channel), task)
+    finally:
+        process.stopping.set()
+        await task
+
+
+@contextlib.asynccontextmanager
+async def leader_and_standby(tmp_path: Path) -> AsyncIterator[tuple[Running, Running]]:
+    path = tmp_path / "state.sqlite"
+    async with asyncio.timeout(LIMIT_SECONDS), controller(path, "first") as first:
+        while not first.process.readiness.is_ready:
+            await asyncio.sleep(0.01)
+        async with controller(path, "second") as second:
+            while not second.process.readiness.is_ready:
+                await asyncio.sleep(0.01)
+            yield first, second
+
+
+async def test_a_standby_serves_agents_and_reads_and_passes_on_what_the_leader_does(tmp_path: Path) -> None:
+    async with leader_and_standby(tmp_path) as (first, second):
+        await second.stub.Apply(pb.ApplyRequest(resource=manifest(replicas=1)))
+        async with ScriptedAgent(second.stub) as agent:
+            await agent.until(lambda: agent.assignment.workers)
+            agent.make_ready(agent.assignment.workers[0])
+            await agent.beat()
+            states = [
+                await ClusterReader(stub).until(lambda state: state.workers) for stub in (first.stub, second.stub)
+            ]
+            assert states[0] == states[1]
+            await agent.until(lambda: agent.verdicts)
+            for stub in (first.stub, second.stub):
+                listed = await stub.ListNodes(pb.ListNodesRequest())
+                assert [("node-a", True)] == [(node.inventory.node_uid, node.present) for node in listed.nodes]
+        request = pb.GetRequest(kind="ModelService", name="smol")
+        async with asyncio.timeout(5):
+            while await first.stub.Get(request) != await second.stub.Get(request):
+                await asyncio.sleep(0.01)
+        watch = second.stub.Watch(pb.WatchRequest(kind="ModelService"))
+        assert (await watch.read()).resource.metadata.name == "smol"
+        assert (await watch.read()).type == pb.WATCH_EVENT_TYPE_SYNCED
+        await second.stub.Delete(pb.DeleteRequest(kind="ModelService", name="smol"))
+        while not (await watch.read()).resource.metadata.HasField("deleted_at"):
+            pass
+        with pytest.raises(KvistError) as caught, rpc_errors():
+            await second.stub.Get(pb.GetRequest(kind="ModelService", name="none"))
+        assert caught.value.code == "NOT_FOUND"
+
+
+async def test_an_agents_session_and_a_watch_outlive_the_leader(tmp_path: Path) -> None:
+    async with leader_and_standby(tmp_path) as (first, second):
+        await first.stub.Apply(pb.ApplyRequest(resource=manifest(replicas=1)))
+        async with ScriptedAgent(second.stub) as agent:
+            await agent.until(lambda: agent.assignment.workers)
+            agent.make_ready(agent.assignment.workers[0])
+            await agent.beat()
+            reader = ClusterReader(second.stub)
+            before = await reader.until(lambda state: state.workers)
+            fence = agent.assignment.fence
+            await first.leave()
+            # The same stream, with what the next leader says.
+            await agent.until(lambda: agent.assignment.fence > fence)
+            assert [worker.worker_uid for worker in agent.assignment.workers] == list(agent.workers)
+            await second.stub.Apply(pb.ApplyRequest(resource=manifest(replicas=1, aliases=["other"])))
+            after = await reader.until(lambda state: list(state.models[0].aliases) == ["other"])
+            assert before.workers == after.workers
+            assert (after.version.store_epoch, before.version.store_epoch) == (before.version.store_epoch,) * 2
+            assert after.version.revision > before.version.revision
+
+
+async def test_a_call_that_was_passed_on_is_not_passed_on_again(tmp_path: Path) -> None:
+    async with leader_and_standby(tmp_path) as (_, second):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await second.stub.ListNodes(pb.ListNodesRequest(), metadata=(("kvist-passed-on", "1"),))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_leader_whose_claim_was_taken_steps_down_and_goes_on_as_a_standby(tmp_path: Path) -> None:
+    """As after a pause that was longer than its lease."""
+    async with leader_and_standby(tmp_path) as (first, second), SqliteStore(tmp_path / "state.sqlite") as store:
+        key = "/kvist/test/v1/elections/controller"
+        claim = await store.get(key)
+        assert claim is not None
+        await store.revoke_lease(claim.lease_id)
+        while (new := await store.get(key)) is None or new.create_revision == claim.create_revision:
+            await asyncio.sleep(0.01)
+        # Whoever leads now, both serve, and one decides.
+        for running in (first, second):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await running.stub.ListNodes(pb.ListNodesRequest())
+                    break
+                await asyncio.sleep(0.05)
+            assert not running.task.done()

@@ -1,0 +1,211 @@
+"""A mesh whose control plane is doubled: three etcd members, and two of each process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+
+from kvist.agent.v1.agent_pb2 import WorkerStatus
+from kvist.controller.v1 import controller_pb2 as pb
+from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.etcd import EtcdOptions, EtcdStore
+from kvist.grpc import open_channel
+from kvist.kvmaster.v1 import kvmaster_pb2
+from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceStub
+from kvist.store import Event, EventType
+from kvist.store.mirror import Mirror
+from support.etcd_process import EtcdCluster
+from support.mesh import CALL_SECONDS, Mesh, until
+
+ROOT_KEY = "/kvist/default/v1/"
+CONTROLLER_KEY = f"{ROOT_KEY}elections/controller"
+KVMASTER_KEY = f"{ROOT_KEY}elections/kvmaster"
+
+
+class ControlMesh(Mesh):
+    """Adds names of several controllers and KV masters to a mesh, and the history of its store."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.etcd = EtcdCluster(folder)
+        # (revision, key, value, or none when the claim ended) of every election.
+        self.claims: list[tuple[int, str, str | None]] = []
+
+    @property
+    def controllers(self) -> list[str]:
+        return [self.services[name].address for name in ("controller-0", "controller-1")]
+
+    @property
+    def kvmasters(self) -> list[str]:
+        return [self.services[name].address for name in ("kvmaster-0", "kvmaster-1")]
+
+    def edges(self) -> list[str]:
+        """Where clients send requests."""
+        return [str(self.services[name].addresses["http_address"]) for name in ("router-0", "router-1")]
+
+    def note_claims(self, events: object) -> None:
+        assert isinstance(events, list | tuple)
+        for event in events:
+            assert isinstance(event, Event)
+            if event.key in {CONTROLLER_KEY, KVMASTER_KEY}:
+                value = None if event.type is EventType.DELETE else event.value.decode()
+                self.claims.append((event.revision, event.key, value))
+
+    def holder(self, key: str) -> str:
+        """Who claims an election's key as far as the store was seen; empty for nobody."""
+        value = next((value for _, claimed, value in reversed(self.claims) if claimed == key), None)
+        if value is None:
+            return ""
+        return str(json.loads(value)["name"]) if value.startswith("{") else value
+
+    async def until_led(self, key: str, *, by_other_than: str, limit_seconds: float) -> float:
+        """Seconds until somebody else claims a key."""
+        started = time.monotonic()
+        await until(
+            f"{key} has another holder",
+            lambda: self.holder(key) not in {"", by_other_than},
+            limit_seconds=limit_seconds,
+        )
+        return time.monotonic() - started
+
+    async def apply_anywhere(self, *, replicas: int, decode_step_ms: float, limit_seconds: float = 60.0) -> float:
+        """Applies the model service by whichever controller takes it; seconds until one did."""
+        started = time.monotonic()
+        async with asyncio.timeout(limit_seconds):
+            while True:
+                for name in ("controller-0", "controller-1"):
+                    self.services["controller"] = self.services[name]
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await self.apply(replicas=replicas, engine_arguments={"decodeStepMs": decode_step_ms})
+                        return time.monotonic() - started
+                await asyncio.sleep(0.1)
+
+    async def workers(self) -> dict[str, WorkerStatus]:
+        """As a mesh's; nothing is learned while nobody leads."""
+        try:
+            return await super().workers()
+        except grpc.aio.AioRpcError:
+            return {}
+
+    async def watch_state(self) -> None:
+        """Follows the cluster state at whichever controller answers, for ever."""
+        while True:
+            for address in self.controllers:
+                with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+                    async with open_channel(address, retries=False) as channel:
+                        request = pb.WatchClusterRequest(subscriber="test")
+                        request.pulse_interval.FromMilliseconds(300)
+                        call = ControllerServiceStub(channel).WatchCluster(request)
+                        while True:
+                            async with asyncio.timeout(2):
+                                response = await call.read()
+                            if not isinstance(response, pb.WatchClusterResponse):
+                                break
+                            if response.HasField("state"):
+                                self.state = response.state
+            await asyncio.sleep(0.05)
+
+    async def role_of(self, address: str) -> tuple[int, int]:
+        """Role and fence that a KV master states; zeros when it does not answer."""
+        try:
+            async with open_channel(address, retries=False) as channel:
+                stats = await KvMasterServiceStub(channel).Stats(kvmaster_pb2.StatsRequest(), timeout=0.5)
+        except grpc.aio.AioRpcError:
+            return 0, 0
+        return stats.role, stats.fence
+
+    async def lookup(self, address: str) -> kvmaster_pb2.LookupResponse:
+        """A lookup of nothing in particular."""
+        request = kvmaster_pb2.LookupRequest(blocks=kvmaster_pb2.BlockHashes(hashes=[1, 2]))
+        async with open_channel(address, retries=False) as channel:
+            return await KvMasterServiceStub(channel).Lookup(request, timeout=CALL_SECONDS)
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to a process of Kvist."""
+        os.kill(self.services[name].process_id, number)
+
+    async def close(self) -> None:
+        for name in ("router-0", "router-1", "kvmaster-0", "kvmaster-1"):
+            service = self.services.get(name)
+            if service is not None and service.process is not None and service.process.returncode is None:
+                service.process.kill()
+                await service.process.wait()
+        # Their agents end the workers.
+        await super().close()
+        for name in ("controller-0", "controller-1"):
+            service = self.services.get(name)
+            if service is not None and service.process is not None and service.process.returncode is None:
+                service.process.kill()
+                await service.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def control_mesh(
+    folder: Path, *, controller_lease_seconds: float, on_start: Callable[[ControlMesh], None] = lambda _mesh: None
+) -> AsyncIterator[ControlMesh]:
+    """A mesh with two idle agents and no workers yet."""
+    mesh = ControlMesh(folder)
+    on_start(mesh)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(mesh.etcd.running())
+        await mesh.nats.start()
+        store = {"store.kind": "etcd", "store.etcd.endpoints": ",".join(mesh.etcd.endpoints)}
+        watched = await stack.enter_async_context(EtcdStore(EtcdOptions(mesh.etcd.endpoints)))
+        tasks = [
+            asyncio.create_task(Mirror(watched, f"{ROOT_KEY}elections/", on_change=mesh.note_claims).run()),
+        ]
+        try:
+            lease = {"leader_lease_seconds": controller_lease_seconds}
+            for number in (0, 1):
+                name = f"controller-{number}"
+                await mesh.start_service(name, "controller", store | lease | {"name": name})
+            mesh.services["controller"] = mesh.services["controller-0"]
+            common = {"controllers": ",".join(mesh.controllers), "bus.urls": mesh.nats.url}
+            await asyncio.gather(
+                *(
+                    mesh.start_service(name, "kvmaster", common | store | {"name": name, "worker_threads": 1})
+                    for name in ("kvmaster-0", "kvmaster-1")
+                ),
+                *(
+                    mesh.start_service(
+                        f"agent-{number}",
+                        "agent",
+                        common
+                        | {
+                            "node_name": f"node-{number}",
+                            "state_folder": folder / f"agent-{number}",
+                            "workers.stop_on_exit": "true",
+                        },
+                    )
+                    for number in (0, 1)
+                ),
+            )
+            routers = common | {"kvmasters": ",".join(mesh.kvmasters), "worker_threads": 2, "drain_seconds": 1}
+            await asyncio.gather(
+                *(
+                    mesh.start_service(
+                        name, "router", routers | {"name": name, "last_state_file": folder / f"{name}.state.json"}
+                    )
+                    for name in ("router-0", "router-1")
+                )
+            )
+            tasks.append(asyncio.create_task(mesh.watch_state()))
+            yield mesh
+        except BaseException:
+            print("\n".join(f"--- {name}\n{mesh.log(name)}" for name in mesh.services))
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(Exception):
+                await mesh.workers()
+            await mesh.close()
