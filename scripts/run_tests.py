@@ -1,7 +1,7 @@
 """Runs the default tier of tests and says what ran where.
 
-Tiers: Rust, unit, contract, integration, faults (short form), chart, end to end. `--only NAME` runs one. The last lines are a table and the
-tiers that were not run. Exit code 1 when any tier failed or ran nothing.
+Tiers: Rust, unit, contract, integration, faults (short form), chart, end to end. `--only NAME` runs one. The last lines
+are a table and the tiers that were not run. Exit code 1 when any tier failed or ran nothing.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from kvist.controller.v1.controller_pb2 import AgentHello, ClusterState, NodeEnt
 from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
 from kvist.errors import ConflictError, KvistError, NotFoundError, UnavailableError, error, invalid_field
 from kvist.store import Delete, Put, StateStore, StoreError, StoreFullError, StoreRestoredError
+from kvist.store.batches import split_batches
 from kvist.store.election import Leadership
 from kvist.telemetry import logger
-from kvist_controller.batches import split_batches
 from kvist_controller.cluster_state import build_cluster_state, is_usable, pool_uid, stored_spec
 from kvist_controller.fleet import DEATH_RETENTION_SECONDS, Death, Fleet, status_with_verdict
 from kvist_controller.placement import plan

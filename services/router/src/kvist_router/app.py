@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Protocol
 
 from kvist import _core
 from kvist.cluster_watch import ClusterWatch
@@ -69,12 +70,21 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
     return core
 
 
+class DataPlane(Protocol):
+    """What takes cluster states; `_core.RouterServer` is one."""
+
+    def apply_cluster_state(self, state: bytes) -> bool:
+        """Applies a state; false when it is not newer than the present one."""
+        ...
+
+
 class StateReceiver:
     """Gives cluster states to the data plane and keeps the last good one on disk."""
 
-    def __init__(self, server: "_core.RouterServer", *, last_state_file: Path | None) -> None:
+    def __init__(self, server: DataPlane, *, last_state_file: Path | None) -> None:
         self._server = server
         self._last_state_file = last_state_file
+        self._applied = ClusterVersion()
 
     async def load(self) -> ClusterVersion | None:
         """Applies the last good state of an earlier run; returns its version."""
@@ -87,19 +97,38 @@ class StateReceiver:
         except (OSError, ValueError) as error:
             _log.warning("last_state_unreadable", reason=str(error))
             return None
-        return state.version if await self._apply(state) else None
+        if not await self._apply(state):
+            return None
+        _log.info("last_state_applied", revision=state.version.revision, workers=len(state.workers))
+        return state.version
 
     async def take(self, state: ClusterState) -> None:
         """Applies a state; an older or invalid one is refused and the last good one stays."""
         if await self._apply(state) and self._last_state_file is not None:
-            await asyncio.to_thread(write_state, self._last_state_file, state)
+            try:
+                await asyncio.to_thread(write_state, self._last_state_file, state)
+            except OSError as error:
+                # A full disk costs the next start its head start, and this one nothing.
+                _log.error("last_state_not_written", reason=str(error))
 
     async def _apply(self, state: ClusterState) -> bool:
         try:
-            return await asyncio.to_thread(self._server.apply_cluster_state, state.SerializeToString())
+            applied = await asyncio.to_thread(self._server.apply_cluster_state, state.SerializeToString())
         except (ValueError, _core.CoreError) as error:
             _log.error("cluster_state_refused", revision=state.version.revision, reason=str(error))
             return False
+        if applied:
+            self._applied = state.version
+        elif state.version != self._applied:
+            # A controller that lags, or a store that was put back without `kvist store declare-restored`.
+            _log.warning(
+                "cluster_state_ignored",
+                store_epoch=state.version.store_epoch,
+                revision=state.version.revision,
+                applied_store_epoch=self._applied.store_epoch,
+                applied_revision=self._applied.revision,
+            )
+        return applied
 
 
 async def _follow_until_stopped(process: Process[RouterSettings], server: "_core.RouterServer") -> None:

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvist.store.batches import split_batches
 from kvist.store.interface import LARGEST_COMMIT_BYTES, MOST_OPERATIONS
-from kvist_controller.batches import split_batches
 
 RECORDS = st.dictionaries(
     st.integers(0, 999).map(lambda number: f"/k/{number}"),

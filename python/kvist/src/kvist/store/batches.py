@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from kvist.store.interface import LARGEST_COMMIT_BYTES, MOST_OPERATIONS
 
 
-def split_batches(records: Mapping[str, bytes | None], *, last_key: str) -> Iterator[dict[str, bytes | None]]:
+def split_batches(records: Mapping[str, bytes | None], *, last_key: str = "") -> Iterator[dict[str, bytes | None]]:
     """Yields all records, as they are at this moment, in few batches.
 
     Args:
