@@ -164,6 +164,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no volume": {"controller": {"persistence": {"enabled": False}}},
     "own volume": {"controller": {"persistence": {"existingClaim": "my-claim"}}},
     "storage class": {"controller": {"persistence": {"storageClassName": "fast", "size": "5Gi"}}},
+    "etcd": {
+        "store": {
+            "kind": "etcd",
+            "etcd": {
+                "endpoints": ["etcd-0.db.svc:2379", "etcd-1.db.svc:2379"],
+                "namespace": "/team-a",
+                "tls": {"existingSecret": "etcd-tls", "clientCertificate": True},
+                "username": "kvist",
+                "passwordSecret": "etcd-password",
+            },
+        },
+        "controller": {"replicas": 3},
+        "kvmaster": {"replicas": 2},
+    },
+    "plain etcd": {"store": {"kind": "etcd", "etcd": {"endpoints": ["etcd:2379"]}}, "kvmaster": {"enabled": False}},
     "autoscaler": {"router": {"replicas": None}},
     "load balancer": {
         "router": {

@@ -140,9 +140,13 @@ def test_files_lie_in_mounted_folders(variant, tmp_path):
         mounts = container_of(variant, process)["volumeMounts"]
         readable = [f"{mount['mountPath']}/" for mount in mounts]
         writable = [f"{mount['mountPath']}/" for mount in mounts if not mount.get("readOnly")]
-        read = [text for text in strings(settings.model_dump(mode="json")) if text.startswith("/")]
+        plain = settings.model_dump(mode="json")
+        store = plain.get("store") or {}
+        # Keys of etcd begin with a slash too.
+        store.get("etcd", {}).pop("namespace", None)
+        read = [text for text in strings(plain) if text.startswith("/")]
         assert all(any(text.startswith(folder) for folder in readable) for text in read)
-        if process in WRITTEN:
+        if process in WRITTEN and store.get("kind") != "etcd":
             written = attrgetter(WRITTEN[process])(settings)
             assert any(str(written).startswith(folder) for folder in writable)
 

@@ -190,6 +190,19 @@ def test_two_controllers_never_share_the_store(helm):
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
 
 
+def test_on_etcd_controllers_and_kv_masters_have_replicas_and_no_volume(helm):
+    etcd = {"kind": "etcd", "etcd": {"endpoints": ["etcd:2379"]}}
+    rendered = helm.render({"store": etcd, "controller": {"replicas": 3}, "kvmaster": {"replicas": 2}})
+    for component, replicas in (("controller", 3), ("kvmaster", 2)):
+        spec = rendered.one("Deployment", component)["spec"]
+        # Another one goes on while one is replaced.
+        assert (spec["replicas"], spec.get("strategy")) == (replicas, None)
+    (container,) = rendered.one("Deployment", "controller")["spec"]["template"]["spec"]["containers"]
+    assert "state" not in {mount["name"] for mount in container["volumeMounts"]}
+    assert {"name": "KVIST__ADVERTISED_ADDRESS", "value": "$(POD_IP):7100"} in container["env"]
+    assert not rendered.of_kind("PersistentVolumeClaim")
+
+
 def test_the_notes_hold_lines_to_copy(helm, chart):
     def notes(*flags):
         done = helm.run("install", "mesh", str(chart), "--dry-run=client", "--namespace=serving", *flags)

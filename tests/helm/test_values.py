@@ -13,6 +13,10 @@ def sim(**spec):
     return {"modelServices": [{"name": "sim", "spec": {"engine": {"name": "sim"}, **spec}}]}
 
 
+def etcd(**more):
+    return {"store": {"kind": "etcd", "etcd": {"endpoints": ["etcd:2379"], **more}}}
+
+
 REFUSED = {
     "a typo at the top": ({"rooter": {}}, "'rooter' not allowed"),
     "a typo in a section": ({"router": {"replica": 2}}, "'replica' not allowed"),
@@ -42,6 +46,21 @@ REFUSED = {
     "a model service given twice": ({"modelServices": [SIM, SIM]}, "sim is given more than once"),
     "two kinds of NATS": ({"nats": {"urls": ["nats://a:4222"]}}, "set nats.bundled to false"),
     "a KV master without NATS": ({"nats": {"bundled": False}}, "the KV master needs NATS"),
+    "two controllers on one file": ({"controller": {"replicas": 2}}, "needs store.kind etcd"),
+    "two KV masters on one file": ({"kvmaster": {"replicas": 2}}, "needs store.kind etcd"),
+    "etcd nowhere": ({"store": {"kind": "etcd"}}, "go together"),
+    "members of an etcd that is not used": ({"store": {"etcd": {"endpoints": ["a:1"]}}}, "go together"),
+    "a user of etcd without a password": (etcd(username="kvist"), "passwordSecret go together"),
+    "a certificate for etcd from nowhere": (etcd(tls={"clientCertificate": True}), "needs store.etcd.tls"),
+    "several controllers with TLS": (
+        {
+            **etcd(),
+            "controller": {"replicas": 2},
+            "tls": {"enabled": True, "existingSecret": "a"},
+            "kvmaster": {"enabled": False},
+        },
+        "set controller.replicas to 1",
+    ),
     "TLS without a secret": ({"tls": {"enabled": True}, "kvmaster": {"enabled": False}}, "tls.existingSecret"),
     "TLS with a KV master": ({"tls": {"enabled": True, "existingSecret": "a"}}, "set kvmaster.enabled to false"),
 }
@@ -89,7 +108,17 @@ def test_every_value_is_one_that_the_schema_names_and_each_name_has_a_value(char
     del named["global"]
     assert set(values) == set(named)
     # Settings that are absent have the process's default, so they are free to be missing.
-    for section in ("router", "controller", "kvmaster", "agent", "worker", "nats", "serviceAccount", "networkPolicy"):
+    for section in (
+        "router",
+        "controller",
+        "kvmaster",
+        "agent",
+        "worker",
+        "nats",
+        "serviceAccount",
+        "networkPolicy",
+        "store",
+    ):
         assert set(values[section]) == set(named[section]["properties"]), section
 
 

@@ -92,6 +92,34 @@ readinessProbe:
 {{- end }}
 {{- end -}}
 
+{{/* What it takes to reach etcd. Argument: the root. */}}
+{{- define "kvist.storeVolumes" -}}
+{{- if eq .Values.store.kind "etcd" }}
+{{- with .Values.store.etcd.tls.existingSecret }}
+- name: etcd-tls
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- with .Values.store.etcd.passwordSecret }}
+- name: etcd-password
+  secret:
+    secretName: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where it is mounted. Argument: the root. */}}
+{{- define "kvist.storeVolumeMounts" -}}
+{{- if eq .Values.store.kind "etcd" }}
+{{- if .Values.store.etcd.tls.existingSecret }}
+- {name: etcd-tls, mountPath: /etc/kvist-etcd-tls, readOnly: true}
+{{- end }}
+{{- if .Values.store.etcd.passwordSecret }}
+- {name: etcd-password, mountPath: /etc/kvist-etcd-password, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "kvist.podName" -}}
 - name: KVIST__NAME
   valueFrom:

@@ -28,6 +28,30 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- toYaml $listen -}}
 {{- end -}}
 
+{{/* The state store as controllers and KV masters take it. */}}
+{{- define "kvist.store" -}}
+{{- if eq .Values.store.kind "sqlite" -}}
+{{- dict "kind" "sqlite" "path" "/var/lib/kvist/state.sqlite" | toYaml -}}
+{{- else -}}
+{{- $values := .Values.store.etcd -}}
+{{- $etcd := dict "endpoints" $values.endpoints "namespace" $values.namespace -}}
+{{- if $values.tls.existingSecret -}}
+{{- $_ := set $etcd "tls_ca_file" "/etc/kvist-etcd-tls/ca.crt" -}}
+{{- if $values.tls.clientCertificate -}}
+{{- $_ := set $etcd "tls_certificate_file" "/etc/kvist-etcd-tls/tls.crt" -}}
+{{- $_ := set $etcd "tls_key_file" "/etc/kvist-etcd-tls/tls.key" -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $etcd "insecure" true -}}
+{{- end -}}
+{{- if $values.username -}}
+{{- $_ := set $etcd "username" $values.username -}}
+{{- $_ := set $etcd "password_file" "/etc/kvist-etcd-password/password" -}}
+{{- end -}}
+{{- dict "kind" "etcd" "etcd" $etcd | toYaml -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvist.router.settings" -}}
 {{- $own := dict
   "http_listen" (printf "%s:8000" .Values.listenHost)
@@ -54,7 +78,7 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- $own := dict
   "cluster" .Values.clusterName
   "grpc" (include "kvist.listen" (dict "root" . "port" 7100 "canServeTls" true) | fromYaml)
-  "store" (dict "kind" "sqlite" "path" "/var/lib/kvist/state.sqlite")
+  "store" (include "kvist.store" . | fromYaml)
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
 {{- mergeOverwrite (deepCopy .Values.controller.settings) $own | toYaml -}}
@@ -68,6 +92,9 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
   "bus" (include "kvist.bus" . | fromYaml)
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
+{{- if eq .Values.store.kind "etcd" -}}
+{{- $_ := set $own "store" (include "kvist.store" . | fromYaml) -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .Values.kvmaster.settings) $own | toYaml -}}
 {{- end -}}
 
