@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import openai
 import pytest
 
 from support.embedded import EmbeddedCluster, eventually
@@ -87,3 +88,36 @@ def test_an_engine_that_cannot_start_says_why(cluster: EmbeddedCluster) -> None:
     shown = eventually("it backs off", lambda: "BACKING_OFF" in (text := cluster.kvist("get", "workers")) and text)
     assert "broken" in shown
     cluster.kvist("delete", "ms", "broken")
+
+
+def test_a_policy_counts_for_the_next_request_and_the_client_comes_back_when_it_is_told_to(
+    cluster: EmbeddedCluster,
+) -> None:
+    slow = {"name": "sim", "arguments": {"decodeStepMs": 10}}
+    cluster.apply("narrow", "--wait", engine=slow)
+    shown = cluster.apply("narrow", code=2, engine=slow, routing={"picker": {"algorithm": "nosuch"}})
+    assert 'spec.routing.picker.algorithm: unknown picker "nosuch"; valid: max, gamble_sampling' in shown
+    one_at_a_time = {"concurrency": {"maxConcurrentRequests": 1}}
+    policy = {"engine": slow, "routing": {"preset": "foretoken"}, "admission": one_at_a_time}
+    before = set(cluster.workers("narrow"))
+    assert "configured" in cluster.apply("narrow", **policy)
+    eventually(
+        "the router has the policy",
+        lambda: "gamble_sampling" in cluster.kvist("route", "explain", "--prompt=x", "--model=narrow"),
+    )
+    assert before == set(cluster.workers("narrow")), "a policy restarts nobody"
+
+    question = {"model": "narrow", "prompt": "hello", "max_tokens": 4}
+    client = cluster.client()
+    stream = iter(client.completions.create(**question | {"max_tokens": 150}, stream=True))
+    next(stream)
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.with_options(max_retries=0).completions.create(**question)
+    assert "queue_full" == refused.value.code
+    assert 1 <= int(refused.value.response.headers["retry-after"])
+    # The first request takes a second and a half; the client waits as long as it is told to, each time.
+    answer = client.with_options(max_retries=9).completions.with_raw_response.create(**question)
+    assert 1 <= answer.retries_taken <= 4
+    assert 4 == answer.parse().usage.completion_tokens
+    assert "length" == [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1]
+    cluster.kvist("delete", "ms", "narrow")

@@ -278,11 +278,19 @@ def test_the_schema_knows_each_setting_with_its_bounds(chart, process):
             key: value for key, value in choices[0].items() if key not in {"title", "description", "default"}
         }
     if process == "router":
-        # The router reads it as a whole and checks it itself; the chart says its form.
-        assert expected.pop("routing")["type"] == "object"
-        stages = {path.split(".")[1] for path in stated if path.startswith("routing.")}
-        assert stages == {"preset", "filters", "scorers", "picker"}
-        stated = {path: part for path, part in stated.items() if not path.startswith("routing.")}
+        # The router reads them as a whole and checks them itself; the chart says their form.
+        forms = {
+            "routing": {"routing.preset", "routing.filters", "routing.scorers", "routing.picker"},
+            "admission": {
+                f"admission.concurrency.{name}"
+                for name in ("maxConcurrentRequests", "maxQueuedRequests", "queueTimeout", "classes")
+            },
+        }
+        for name, form in forms.items():
+            assert expected.pop(name)["type"] == "object"
+            parts = {path for path in stated if path.startswith(f"{name}.")}
+            assert {".".join(path.split(".")[: 2 if name == "routing" else 3]) for path in parts} == form
+            stated = {path: part for path, part in stated.items() if path not in parts}
     if process == "agent":
         # The chart is stricter here: it names the engines.
         assert stated["workers.engines"].pop("items") == {"enum": ["sim", "llamacpp", "vllm"]}

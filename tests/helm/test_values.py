@@ -28,6 +28,7 @@ REFUSED = {
     "a setting that is the chart's": ({"router": {"settings": {"http_listen": "0.0.0.0:1"}}}, "not allowed"),
     "a setting of another process": ({"kvmaster": {"settings": {"drain_seconds": 1}}}, "not allowed"),
     "a typo in a stage of routing": ({"router": {"settings": {"routing": {"pickers": {}}}}}, "'pickers' not allowed"),
+    "an admission that there is not": ({"router": {"settings": {"admission": {"limit": 1}}}}, "'limit' not allowed"),
     "a stage of routing without a name": ({"router": {"settings": {"routing": {"picker": {}}}}}, "'algorithm'"),
     "a text for a number": ({"router": {"replicas": "two"}}, "got string"),
     "a number for a text": ({"clusterName": 7}, "got number"),
@@ -156,6 +157,15 @@ def test_model_services_are_those_that_a_controller_takes(helm):
         "startupTimeout": "3m",
         "tokenizerDigest": "0" * 64,
         "hashUnitTokens": 64,
+        "routing": {"preset": "foretoken", "picker": {"algorithm": "max"}},
+        "admission": {
+            "concurrency": {
+                "maxConcurrentRequests": 8,
+                "maxQueuedRequests": 9,
+                "queueTimeout": "30s",
+                "classes": [{"name": "people", "weight": 3}],
+            }
+        },
     }
     assert set(spec) == {field.alias for field in ModelServiceSpec.model_fields.values()}
     rendered = helm.render({"modelServices": [{"name": "sim", "spec": spec}]})

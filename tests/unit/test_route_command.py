@@ -29,6 +29,15 @@ def test_the_expected_first_token_stands_beside_the_actual(capsys: pytest.Captur
     assert last == "outcome stop: 32 of 50 tokens cached; first token after 140 ms, expected after 120 ms"
 
 
+def test_the_wait_and_the_expected_cache_are_stated_where_there_were_any(capsys: pytest.CaptureFixture[str]) -> None:
+    receipt = Receipt(prompt_tokens=50, cached_tokens=32)
+    print_decision(
+        record(outcome="stop", receipt=receipt, predicted_cached_tokens=48, queue_duration=Duration(nanos=7_000_000))
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "outcome stop: 32 of 50 tokens cached, expected 48; had waited 7 ms to be let in"
+
+
 def test_other_scorers_have_a_score(capsys: pytest.CaptureFixture[str]) -> None:
     decision = record()
     decision.candidates[0].ClearField("cost_terms")

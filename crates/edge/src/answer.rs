@@ -13,7 +13,9 @@ use kvist_dialect::{
     parse_count_tokens, parse_detokenize, parse_messages, parse_response, parse_tokenize, write_tokens,
 };
 use kvist_errors::{Code, KvistError};
-use kvist_router::{Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext};
+use kvist_router::{
+    CLASS_METADATA, Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext, SESSION_METADATA,
+};
 use tokio::sync::Semaphore;
 use tracing::Span;
 
@@ -84,6 +86,8 @@ impl Answerer {
             caller: caller.name,
             caller_salt: caller.cache_salt,
             door: "http",
+            session_id: session_of(headers).to_owned(),
+            class: text_of(headers, CLASS_METADATA).to_owned(),
         };
         let events = self.generate.generate(context, input).await?;
         let request_id = events.request_id.to_string();
@@ -282,6 +286,12 @@ fn now_unix_seconds() -> i64 {
 
 pub(crate) fn text_of<'a>(headers: &'a HeaderMap, name: &str) -> &'a str {
     headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
+}
+
+/// Kvist's own header, or the one that other gateways read.
+fn session_of(headers: &HeaderMap) -> &str {
+    let own = text_of(headers, SESSION_METADATA);
+    if own.is_empty() { text_of(headers, "x-session-id") } else { own }
 }
 
 /// A client may say how long it will wait.

@@ -35,6 +35,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<worker_server::WorkerServer>()?;
     module.add_function(wrap_pyfunction!(pure::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(pure::check_routing, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::check_admission, module)?)?;
     module.add_function(wrap_pyfunction!(pure::digest_hex, module)?)?;
     module.add_function(wrap_pyfunction!(pure::error_catalogue, module)?)?;
     module.add_function(wrap_pyfunction!(pure::new_incarnation, module)?)?;

@@ -1,6 +1,7 @@
 //! Functions without state.
 
 use kvist_blocks::{HashSeed, Namespace};
+use kvist_router::ConfigError;
 use pyo3::prelude::*;
 
 /// Kvist's block hashes of the whole blocks of a prompt.
@@ -36,10 +37,23 @@ pub(crate) fn usable_blocks(prompt_tokens: usize, block_size_tokens: usize) -> P
 /// Refuses a routing pipeline, as JSON text, that no router would take.
 #[pyfunction]
 pub(crate) fn check_routing(routing: &str) -> PyResult<()> {
-    let check = serde_json::from_str(routing)
-        .map_err(|error| error.to_string())
-        .and_then(|value| kvist_router::RoutingSettings::from_value(&value));
-    check.map(|_| ()).map_err(|reason| crate::failure::raise_invalid("routing", reason))
+    check("routing", routing, kvist_router::RoutingSettings::from_value)
+}
+
+/// Refuses an admission, as JSON text, that no router would take.
+#[pyfunction]
+pub(crate) fn check_admission(admission: &str) -> PyResult<()> {
+    check("admission", admission, kvist_router::AdmissionSettings::from_value)
+}
+
+/// The error names the path of what is wrong.
+fn check<T>(what: &str, text: &str, read: fn(&serde_json::Value) -> Result<T, ConfigError>) -> PyResult<()> {
+    let value = serde_json::from_str(text).map_err(|error| crate::failure::raise_invalid(what, error))?;
+    match read(&value) {
+        Ok(_) => Ok(()),
+        Err(error) if error.path().is_empty() => Err(crate::failure::raise_invalid(what, error)),
+        Err(error) => Err(crate::failure::raise_invalid(&format!("{what}.{}", error.path()), error)),
+    }
 }
 
 /// The error catalogue as JSON text.

@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use prost::Message as _;
 
 use crate::{
+    model_state::{ModelState, ModelStates},
     target::{WorkerConnection, WorkerNode},
     text::{TextCache, TextPool},
 };
@@ -34,6 +35,8 @@ pub(crate) struct ModelView {
     pub(crate) name: Arc<str>,
     pub(crate) model: Model,
     pub(crate) workers: Vec<Arc<WorkerNode>>,
+    /// What stays of it from one state to the next.
+    pub(crate) state: Arc<ModelState>,
 }
 
 impl ModelView {
@@ -144,6 +147,7 @@ pub(crate) struct Connector {
     pub(crate) link_settings: LinkSettings,
     pub(crate) texts: Arc<TextCache>,
     pub(crate) pool: Arc<TextPool>,
+    pub(crate) states: ModelStates,
     /// Workers that a state has left out while requests ran on them. One that comes back meanwhile is the same
     /// connection: a worker ends a router's older connection when that router connects again.
     withdrawn: Mutex<HashMap<WorkerUid, Withdrawn>>,
@@ -157,8 +161,13 @@ struct Withdrawn {
 }
 
 impl Connector {
-    pub(crate) fn new(link_settings: LinkSettings, texts: Arc<TextCache>, pool: Arc<TextPool>) -> Self {
-        Self { link_settings, texts, pool, withdrawn: Mutex::default() }
+    pub(crate) fn new(
+        link_settings: LinkSettings,
+        texts: Arc<TextCache>,
+        pool: Arc<TextPool>,
+        states: ModelStates,
+    ) -> Self {
+        Self { link_settings, texts, pool, states, withdrawn: Mutex::default() }
     }
 
     /// The view of a state. Connections of workers that stayed (UID, incarnation, address) are kept; workers of models
@@ -204,8 +213,10 @@ impl Connector {
         let mut models = HashMap::new();
         let version = version_of(&state);
         for model in state.models {
-            let workers = nodes.values().filter(|node| node.entry.model == model.name).cloned().collect();
-            let view = Arc::new(ModelView { name: model.name.as_str().into(), model, workers });
+            let workers: Vec<_> = nodes.values().filter(|node| node.entry.model == model.name).cloned().collect();
+            let before = old.models.get(&model.name).map(|before| (&before.model, &before.state));
+            let state = self.states.next(before, &model, &workers);
+            let view = Arc::new(ModelView { name: model.name.as_str().into(), model, workers, state });
             for name in std::iter::once(&view.model.name).chain(&view.model.aliases) {
                 models.insert(name.clone(), Arc::clone(&view));
             }

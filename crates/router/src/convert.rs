@@ -20,7 +20,7 @@ pub(crate) fn to_json(fields: Struct) -> Map<String, Value> {
     fields.fields.into_iter().map(|(name, value)| (name, value_to_json(value))).collect()
 }
 
-fn value_to_json(value: prost_types::Value) -> Value {
+pub(crate) fn value_to_json(value: prost_types::Value) -> Value {
     match value.kind {
         None | Some(Kind::NullValue(_)) => Value::Null,
         Some(Kind::BoolValue(truth)) => Value::Bool(truth),

@@ -26,6 +26,7 @@ use crate::{
     answer::{Answer, AnswerSettings},
     awareness::Awareness,
     cluster::{ClusterView, Connector, ModelView, StateVersion, decode_state, version_of},
+    door::Ticket,
     explain::Explanations,
     feed::FeedKeeper,
     follow::Followers,
@@ -33,6 +34,8 @@ use crate::{
     leases::Leases,
     life::{Life, fingerprint},
     metrics::{FeedMetrics, RouterMetrics},
+    model_state::ModelStates,
+    policy::Policy,
     quarantine::Quarantine,
     record::RequestRecord,
     select::{Demand, Needs, Selector, to_u32},
@@ -64,7 +67,7 @@ pub struct RouterCore {
     control_plane_connected: AtomicBool,
     id_prefix: String,
     next_request: AtomicU64,
-    pub(crate) selector: Selector,
+    pub(crate) selector: Arc<Selector>,
     pub(crate) explanations: Explanations,
     pub(crate) quarantine: Quarantine,
     pub(crate) leases: Leases,
@@ -115,6 +118,8 @@ pub struct RouterStatus {
     pub ready_targets: u32,
     /// Requests that run or wait.
     pub active_requests: usize,
+    /// Of these, the ones that wait at the door of their model.
+    pub queued_requests: usize,
     /// Reservations held.
     pub reservations: usize,
     /// Sources of the index.
@@ -128,12 +133,19 @@ impl RouterCore {
     #[must_use]
     pub fn new(settings: &RouterSettings, metrics: &Metrics, ready: ReadyFlag) -> Arc<Self> {
         let index = Arc::new(Index::new(IndexSettings { byte_budget: settings.index_byte_budget_bytes }));
+        let selector = Arc::new(Selector::new(Arc::clone(&index)));
+        let router_metrics = RouterMetrics::new(metrics);
+        let states = ModelStates {
+            defaults: Policy::of_router(settings),
+            selector: Arc::clone(&selector),
+            metrics: router_metrics.clone(),
+        };
         let pool = Arc::new(TextPool::new(settings.text_threads));
         let mut link_settings = LinkSettings::new(settings.name.as_str());
         link_settings.request_buffer_tokens = settings.request_buffer_tokens;
         let feed = match settings.bus() {
             Some(bus) => Feed::Bus(FeedKeeper::new(bus, settings.kvmasters.clone(), Arc::clone(&index))),
-            None => Feed::Direct(Followers::new(Arc::clone(&index))),
+            None => Feed::Direct(Followers::new(index)),
         };
         // Ids of an earlier life of the same router must not come again.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -144,7 +156,7 @@ impl RouterCore {
             view: ArcSwap::default(),
             has_state: false.into(),
             applying: Mutex::new(()),
-            connector: Connector::new(link_settings, Arc::new(TextCache::default()), Arc::clone(&pool)),
+            connector: Connector::new(link_settings, Arc::new(TextCache::default()), Arc::clone(&pool), states),
             pool,
             feed: ArcSwapOption::from_pointee(feed),
             active: 0.into(),
@@ -153,14 +165,14 @@ impl RouterCore {
             control_plane_connected: false.into(),
             id_prefix: format!("{}-{started:x}{:04x}", settings.name, rand::random::<u16>()),
             next_request: 0.into(),
-            selector: Selector::new(index, settings.routing.pipeline.clone()),
+            selector,
             explanations: Explanations::new(settings.explained_requests),
             quarantine: Quarantine::default(),
             leases: Leases::default(),
             awareness: Awareness::default(),
             aware_models: watch::Sender::default(),
             started: Instant::now(),
-            metrics: RouterMetrics::new(metrics),
+            metrics: router_metrics,
             feed_metrics: settings.nats_url.as_ref().map(|_| FeedMetrics::new(metrics)),
             stopped: CancellationToken::new(),
             ready,
@@ -273,10 +285,22 @@ impl RouterCore {
         self.selector.open_reservations()
     }
 
+    /// Places that are taken at the doors of all models, by requests that run and by those that wait.
+    #[must_use]
+    pub fn taken_places(&self) -> usize {
+        let counts = |model: &&Arc<ModelView>| model.state.door.counts();
+        self.view().models_by_name().iter().map(counts).map(|(running, queued)| running + queued).sum()
+    }
+
     /// The index, for who feeds or looks at it.
     #[must_use]
     pub fn index(&self) -> &Arc<Index> {
         &self.selector.index
+    }
+
+    /// Time that a request may take when nobody says.
+    pub(crate) fn default_deadline(&self) -> Duration {
+        self.default_deadline
     }
 
     /// Name of the router.
@@ -302,6 +326,7 @@ impl RouterCore {
             workers: view.workers.len(),
             ready_targets: models.iter().map(|model| model.ready_targets()).sum(),
             active_requests: self.active_requests(),
+            queued_requests: models.iter().map(|model| model.state.door.counts().1).sum(),
             reservations: self.open_reservations(),
             index_sources: sources.len(),
             exact_index_sources: sources.iter().filter(|source| source.state.is_exact()).count(),
@@ -376,6 +401,7 @@ impl RouterCore {
         adapter: String,
         cache_salt: String,
         max_tokens: Option<u32>,
+        session_id: &str,
     ) -> Result<Demand, KvistError> {
         let (tokens, text) = self.tokenize_with(model, prompt).await?;
         Ok(Demand {
@@ -386,6 +412,8 @@ impl RouterCore {
             max_tokens,
             text,
             needs: Needs::default(),
+            session: session_of(session_id),
+            queued_for: None,
         })
     }
 
@@ -471,6 +499,8 @@ impl RouterCore {
             max_tokens: input.stop.max_tokens,
             text: text.clone(),
             needs,
+            session: session_of(&context.session_id),
+            queued_for: None,
         };
         let answer = Answer::new(
             text,
@@ -499,13 +529,20 @@ impl RouterCore {
             return Err(KvistError::new(Code::Internal, "a request without a record"));
         };
         let core = Arc::clone(self);
+        let ticket =
+            Ticket { class: &context.class, priority: input.priority, deadline, tokens: demand.expected_tokens() };
+        let entry = model.state.door.enter(ticket);
         let mut life = Life::new(core, model, demand, template, answer, deadline.into(), record);
-        if let Err(error) = life.place() {
+        if let Err(error) = entry.and_then(|entry| life.enter(entry)) {
             life.refuse(&error);
             return Err(error);
         }
         Ok(EventStream::new(request_id, prompt_tokens, life.into_batches()))
     }
+}
+
+fn session_of(id: &str) -> Option<Arc<str>> {
+    (!id.is_empty()).then(|| id.into())
 }
 
 /// Caches of an API key with a salt are its own; the client may split them further.

@@ -9,7 +9,7 @@ use std::{
 use kvist_blocks::{Incarnation, Tier};
 use kvist_index::SourceState;
 use kvist_proto::events::v1::{self as wire, DecisionRecord, Receipt, TierMatch};
-use kvist_schedule::{CostTerms, TargetId};
+use kvist_schedule::{CostTerms, Outcome, TargetId};
 use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
@@ -64,6 +64,15 @@ pub(crate) struct SeenDecision {
     pub(crate) candidates: Vec<SeenCandidate>,
     /// Scorers and picker that chose.
     pub(crate) policy: Arc<str>,
+    pub(crate) outcome: Outcome,
+    /// Candidates that take requests at all.
+    pub(crate) available: u32,
+    /// Of these, the ones that the filters left.
+    pub(crate) selectable: u32,
+    /// Prompt tokens in the best cache of those that take requests, recent decisions included.
+    pub(crate) available_hit_tokens: u32,
+    /// How long the request had waited at the door; none for a dry run.
+    pub(crate) queued_for: Option<Duration>,
     pub(crate) chosen: Option<usize>,
     pub(crate) chosen_incarnation: Option<Incarnation>,
     pub(crate) attempt: u32,
@@ -74,6 +83,18 @@ pub(crate) struct SeenDecision {
 impl SeenDecision {
     pub(crate) fn chosen_candidate(&self) -> Option<&SeenCandidate> {
         self.chosen.and_then(|position| self.candidates.get(position))
+    }
+
+    /// Prompt tokens that the chosen target was expected to have in its cache, recent decisions included.
+    pub(crate) fn predicted_cached_tokens(&self) -> Option<u32> {
+        let uncached = u32::try_from(self.chosen_candidate()?.uncached_tokens).unwrap_or(u32::MAX);
+        Some(self.prompt_tokens.saturating_sub(uncached))
+    }
+
+    /// Seconds that the first token was expected to take from the decision on; none with a scorer that has no such terms.
+    pub(crate) fn predicted_first_token_seconds(&self) -> Option<f64> {
+        let terms = self.chosen_candidate()?.terms?;
+        Some(terms.queue + terms.prefill + terms.transfer)
     }
 
     pub(crate) fn to_record(&self) -> DecisionRecord {
@@ -93,6 +114,12 @@ impl SeenDecision {
             receipt: ending.and_then(|ending| ending.receipt),
             outcome: ending.map_or("", |ending| ending.outcome).to_owned(),
             time_to_first_token: ending.and_then(|ending| ending.time_to_first_token).and_then(to_wire_duration),
+            predicted_time_to_first_token: self
+                .predicted_first_token_seconds()
+                .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+                .and_then(to_wire_duration),
+            predicted_cached_tokens: self.predicted_cached_tokens(),
+            queue_duration: self.queued_for.and_then(to_wire_duration),
         }
     }
 }
@@ -215,6 +242,11 @@ mod tests {
             block_size_tokens: 16,
             candidates: Vec::new(),
             policy: "cost, max".into(),
+            outcome: Outcome::NoMatchingTarget,
+            available: 0,
+            selectable: 0,
+            available_hit_tokens: 0,
+            queued_for: None,
             chosen: None,
             chosen_incarnation: None,
             attempt,

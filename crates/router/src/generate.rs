@@ -34,6 +34,10 @@ pub struct RequestContext {
     pub caller_salt: Arc<str>,
     /// By which door it came: `http` or `grpc`.
     pub door: &'static str,
+    /// Names a conversation, whose requests prefer one target under policies that know sessions; empty for none.
+    pub session_id: String,
+    /// Class of the request where its model's admission has classes; empty for the last of them.
+    pub class: String,
 }
 
 /// What to go on from.
@@ -244,7 +248,8 @@ pub struct Tokens {
 
 /// What answers requests: the router itself, or a remote one.
 pub trait Generate: Send + Sync + 'static {
-    /// Starts a request. It has been placed on a target when this returns; an error means that nothing runs.
+    /// Starts a request. It has been placed on a target when this returns, or waits for a place as the stream's first event
+    /// will tell; an error means that nothing runs or waits.
     fn generate(&self, context: RequestContext, input: GenerateInput)
     -> BoxFuture<'_, Result<EventStream, KvistError>>;
 

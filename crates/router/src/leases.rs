@@ -10,6 +10,7 @@ use kvist_proto::events::v1::Receipt;
 use parking_lot::Mutex;
 
 use crate::{
+    door::Place,
     explain::{Ending, SeenDecision},
     select::Reservation,
 };
@@ -19,12 +20,16 @@ pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 /// How long it may live.
 pub(crate) const LONGEST_LEASE: Duration = Duration::from_secs(3600);
 
+/// A target that somebody else sends a request to. What it holds ends with it, the reservation first, so that the place is
+/// given on with the target's room.
 #[derive(Debug)]
-struct Lease {
-    /// Held for its end.
-    _reservation: Reservation,
-    decision: Arc<SeenDecision>,
-    expires_at: Instant,
+pub(crate) struct Lease {
+    #[expect(dead_code, reason = "held for its end")]
+    pub(crate) reservation: Reservation,
+    #[expect(dead_code, reason = "held for its end")]
+    pub(crate) place: Place,
+    pub(crate) decision: Arc<SeenDecision>,
+    pub(crate) expires_at: Instant,
 }
 
 /// Reservations by the id that `Select` gave out.
@@ -34,8 +39,9 @@ pub(crate) struct Leases {
 }
 
 impl Leases {
-    pub(crate) fn add(&self, id: String, reservation: Reservation, decision: Arc<SeenDecision>, expires_at: Instant) {
-        self.open.lock().insert(id, Lease { _reservation: reservation, decision, expires_at });
+    pub(crate) fn add(&self, id: String, lease: Lease) {
+        // An older one of the same id ends after the lock is free.
+        let _older = self.open.lock().insert(id, lease);
     }
 
     /// Ends a lease; false when it had ended before.
@@ -56,6 +62,6 @@ impl Leases {
 
     /// Ends all.
     pub(crate) fn clear(&self) {
-        self.open.lock().clear();
+        let _all = std::mem::take(&mut *self.open.lock());
     }
 }

@@ -1,23 +1,28 @@
 //! A request's life: text, schedule, link, retries, Explain; and the gRPC service.
 //!
 //! [`Router`] implements [`Generate`], which the gRPC service here and the HTTP edge both call. A request is tokenized
-//! once, placed on the target that costs least, and followed until exactly one terminal event; whatever ends it also
-//! ends its reservation.
+//! once, let in by its model's door, placed on the target that costs least, and followed until exactly one terminal event;
+//! whatever ends it also ends its reservation and its place.
 
 mod answer;
 mod awareness;
 mod cluster;
 mod convert;
 mod core;
+mod decision_metrics;
+mod door;
 mod explain;
 mod feed;
 mod follow;
 mod generate;
+mod health;
 mod keys;
 mod leases;
 mod life;
 mod maintenance;
 mod metrics;
+mod model_state;
+mod policy;
 mod quarantine;
 mod record;
 mod routing;
@@ -37,9 +42,13 @@ pub use generate::{
 pub use keys::{ApiKeys, Caller};
 pub use maintenance::maintain;
 pub use record::record_failure;
-pub use routing::RoutingSettings;
+pub use routing::{AdmissionSettings, RoutingSettings};
 pub use server::GrpcServer;
+pub use service::{CLASS_METADATA, SESSION_METADATA};
 pub use settings::RouterSettings;
+
+/// Why settings of routing or admission are refused.
+pub use kvist_schedule::ConfigError;
 
 /// The chat form of a [`Prompt`].
 pub use kvist_text::Chat;

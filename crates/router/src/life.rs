@@ -1,12 +1,16 @@
-//! The life of one request after it has been placed: events, text, one retry, deadline, end.
+//! The life of one request from the door on: its wait, placement, events, text, one retry, deadline, end.
 
-use std::{pin::Pin, sync::Arc};
+use std::{
+    pin::Pin,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures::{Stream, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_link::{RequestEvent, RequestStream};
 use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, TokenIds, engine_request::Prompt};
-use kvist_schedule::TargetId;
+use kvist_schedule::{Report, TargetId};
 use kvist_telemetry::names;
 use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
@@ -17,8 +21,10 @@ use crate::{
     answer::Answer,
     cluster::ModelView,
     core::RouterCore,
+    door::{Entry, Place, Waiting},
     explain::Ending,
     generate::GenerateEvent,
+    health::{report_of, report_of_silence},
     record::{CANCELLED, RequestRecord, record_failure},
     select::{Demand, Placement},
 };
@@ -27,13 +33,13 @@ use crate::{
 const MOST_ATTEMPTS: u32 = 2;
 
 /// By how much a worker's clock may be ahead when it ends a request at its deadline.
-const DEADLINE_SLACK: std::time::Duration = std::time::Duration::from_millis(20);
+const DEADLINE_SLACK: Duration = Duration::from_millis(20);
 
 fn late() -> KvistError {
     KvistError::new(Code::DeadlineExceeded, "the request took too long")
 }
 
-/// One placed request. Dropping it ends the request at the worker and its reservation.
+/// One request that was let in or waits for it. Dropping it ends the request at the worker, its reservation, and its place.
 pub(crate) struct Life {
     core: Arc<RouterCore>,
     model: Arc<ModelView>,
@@ -41,7 +47,11 @@ pub(crate) struct Life {
     /// The request without its prompt; filled in for each attempt.
     template: EngineRequest,
     answer: Answer,
+    /// None once it has been let in.
+    waiting: Option<Waiting>,
     placed: Option<Placed>,
+    /// After `placed`, so that a target has room before the place is given on.
+    place: Option<Place>,
     tried: Vec<TargetId>,
     has_tokens: bool,
     deadline: Pin<Box<Sleep>>,
@@ -55,14 +65,16 @@ struct Placed {
     placement: Placement,
     span: tracing::Span,
     has_asked_for_end: bool,
+    target: TargetId,
+    since: Instant,
+    /// When the first token was expected, from `since` on.
+    expected_first_token: Option<Duration>,
 }
 
 /// What wakes a life.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "it lives for a moment on the stack; a box would cost an allocation a frame"
-)]
 enum Woken {
+    /// The wait is over.
+    Door(Result<(), KvistError>),
     Event(Option<RequestEvent>),
     Deadline,
     Stopped,
@@ -85,7 +97,9 @@ impl Life {
             demand,
             template,
             answer,
+            waiting: None,
             placed: None,
+            place: None,
             tried: Vec::new(),
             has_tokens: false,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
@@ -94,11 +108,29 @@ impl Life {
         }
     }
 
+    /// Goes in, or waits.
+    ///
+    /// # Errors
+    /// There is no target; nothing runs.
+    pub(crate) fn enter(&mut self, entry: Entry) -> Result<(), KvistError> {
+        match entry {
+            Entry::Admitted(place) => {
+                self.place = Some(place);
+                self.demand.queued_for = Some(Duration::ZERO);
+                self.place()
+            }
+            Entry::Queued(waiting) => {
+                self.waiting = Some(waiting);
+                Ok(())
+            }
+        }
+    }
+
     /// Chooses a target and sends the request there.
     ///
     /// # Errors
     /// There is no target; nothing runs.
-    pub(crate) fn place(&mut self) -> Result<(), KvistError> {
+    fn place(&mut self) -> Result<(), KvistError> {
         let attempt = self.record.attempts + 1;
         let view = self.core.view();
         // The newest state counts for a retry: the worker may just have been withdrawn.
@@ -127,7 +159,11 @@ impl Life {
             }
         }
         drop(select_span);
+        if let Some(place) = &self.place {
+            place.placed();
+        }
         self.core.metrics.decision_seconds.observe(decision.duration.as_secs_f64());
+        self.core.metrics.decisions.decided(&decision);
         self.core.explanations.add(&decision);
         // A retry that finds nobody leaves the first attempt's story as it was.
         if result.is_ok() || attempt == 1 {
@@ -137,7 +173,8 @@ impl Life {
             let _ = decision.ending.set(Ending { outcome: error.code.name(), ..Ending::default() });
         })?;
         let worker = placement.node.uid.as_str();
-        self.tried.push(TargetId { worker: placement.node.uid.clone(), rank: kvist_blocks::Rank(placement.rank) });
+        let target = placement.node.target_id(placement.rank);
+        self.tried.push(target.clone());
         let span = tracing::info_span!(
             parent: &self.record.span, names::SPAN_LINK, otel.kind = "client", otel.status_description = Empty,
             { names::WORKER_UID } = worker, { names::RANK } = placement.rank, { names::ATTEMPT } = attempt,
@@ -157,7 +194,16 @@ impl Life {
             return Err(KvistError::new(Code::Internal, "a target without a connection was chosen"));
         };
         let stream = connection.link.start(request);
-        self.placed = Some(Placed { stream, placement, span, has_asked_for_end: false });
+        let expected_first_token = decision.predicted_first_token_seconds();
+        self.placed = Some(Placed {
+            stream,
+            placement,
+            span,
+            has_asked_for_end: false,
+            target,
+            since: Instant::now(),
+            expected_first_token: expected_first_token.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
+        });
         Ok(())
     }
 
@@ -178,14 +224,27 @@ impl Life {
     async fn next_batch(&mut self) -> Option<Vec<GenerateEvent>> {
         let mut events = Vec::new();
         loop {
-            let placed = self.placed.as_mut()?;
-            let woken = tokio::select! {
-                biased;
-                event = placed.stream.next() => Woken::Event(event),
-                () = &mut self.deadline => Woken::Deadline,
-                () = &mut self.stopped => Woken::Stopped,
+            let woken = if let Some(waiting) = &mut self.waiting {
+                tokio::select! {
+                    biased;
+                    ended = waiting.end() => Woken::Door(ended),
+                    () = &mut self.stopped => Woken::Stopped,
+                }
+            } else {
+                let placed = self.placed.as_mut()?;
+                tokio::select! {
+                    biased;
+                    event = placed.stream.next() => Woken::Event(event),
+                    () = &mut self.deadline => Woken::Deadline,
+                    () = &mut self.stopped => Woken::Stopped,
+                }
             };
             match woken {
+                Woken::Door(ended) => {
+                    if let Err(error) = ended.and_then(|()| self.go_in()) {
+                        self.fail(error, &mut events);
+                    }
+                }
                 Woken::Event(event) => {
                     let mut next = event;
                     loop {
@@ -202,6 +261,10 @@ impl Life {
                 Woken::Deadline => {
                     if let Some(placed) = &self.placed {
                         placed.stream.abort(AbortReason::Deadline);
+                        if !self.has_tokens {
+                            let report = report_of_silence(placed.since.elapsed(), placed.expected_first_token);
+                            self.model.state.health.report(&placed.target, report);
+                        }
                     }
                     self.fail(late(), &mut events);
                 }
@@ -215,14 +278,27 @@ impl Life {
         }
     }
 
+    /// The wait is over. What was true of caches and targets before it may not be so now, so the choice is made here.
+    fn go_in(&mut self) -> Result<(), KvistError> {
+        let Some(waiting) = self.waiting.take() else { return Ok(()) };
+        let (place, queued_for) = waiting.into_place();
+        self.place = Some(place);
+        self.demand.queued_for = Some(queued_for);
+        self.core.check_quarantine(&self.demand.tokens)?;
+        self.place()
+    }
+
     fn take(&mut self, event: RequestEvent, events: &mut Vec<GenerateEvent>) {
         match event {
             RequestEvent::Delta(delta) => {
                 if !self.has_tokens && !delta.token_ids.is_empty() {
                     self.has_tokens = true;
                     self.record.first_token();
-                    if let Some(reservation) = self.placed.as_ref().and_then(|p| p.placement.reservation.as_ref()) {
-                        reservation.prefilled();
+                    if let Some(placed) = &self.placed {
+                        if let Some(reservation) = &placed.placement.reservation {
+                            reservation.prefilled();
+                        }
+                        self.model.state.health.has_begun_to_answer(&placed.target);
                     }
                     self.core.quarantine.answered(|| fingerprint(&self.demand.tokens));
                 }
@@ -246,6 +322,11 @@ impl Life {
                     // The worker keeps the same deadline and was a moment faster.
                     *error = late();
                 }
+                let report = match events.last() {
+                    Some(GenerateEvent::Failed(error)) => report_of(error),
+                    _ => Report::Success,
+                };
+                self.report(report);
                 match events.last() {
                     Some(GenerateEvent::Finished(end)) => {
                         self.record.usage = end.usage;
@@ -259,8 +340,10 @@ impl Life {
                     _ => {}
                 }
                 self.end_placement(None);
+                self.place = None;
             }
             RequestEvent::Failed(error) => {
+                self.report(report_of(&error));
                 if self.may_retry(&error) {
                     if error.code == Code::EngineLost {
                         self.blame();
@@ -277,6 +360,12 @@ impl Life {
                 }
                 self.fail(error, events);
             }
+        }
+    }
+
+    fn report(&self, report: Report) {
+        if let Some(placed) = &self.placed {
+            self.model.state.health.report(&placed.target, report);
         }
     }
 
@@ -301,7 +390,7 @@ impl Life {
         if let Some(target) = self.tried.last()
             && let Some(incarnation) = self.record.decision.as_ref().and_then(|decision| decision.chosen_incarnation)
         {
-            let now = std::time::Instant::now();
+            let now = Instant::now();
             self.core.quarantine.engine_lost(fingerprint(&self.demand.tokens), target.worker.clone(), incarnation, now);
         }
     }
@@ -310,6 +399,7 @@ impl Life {
         self.note_usage();
         self.record.failed(error.code);
         self.end_placement(Some(&error));
+        (self.waiting, self.place) = (None, None);
         events.push(GenerateEvent::Failed(error));
     }
 
@@ -336,6 +426,8 @@ impl Drop for Life {
     fn drop(&mut self) {
         if let Some(placed) = &self.placed {
             placed.span.record(names::OUTCOME, CANCELLED);
+            // Nothing was learned, and a probe that nobody waits for is over.
+            self.report(Report::ClientError);
             self.note_usage();
         }
     }

@@ -63,6 +63,18 @@ fn set_gauges(core: &RouterCore) {
     for (state, count) in targets {
         metrics.targets.get_or_create(&TargetLabel { state: state.to_owned() }).set(count);
     }
+    let (mut closed, mut open, mut half_open, mut refused) = (0, 0, 0, 0);
+    metrics.queued_requests.clear();
+    for model in view.models_by_name() {
+        let label = ModelLabel { model: model.name.to_string() };
+        metrics.queued_requests.get_or_create(&label).set(model.state.door.counts().1 as i64);
+        model.state.health.count(&mut closed, &mut open, &mut half_open);
+        refused += i64::from(model.state.has_refused());
+    }
+    for (state, count) in [("closed", closed), ("open", open), ("half_open", half_open)] {
+        metrics.breakers.get_or_create(&StateLabel { state: state.to_owned() }).set(count);
+    }
+    metrics.refused_policies.set(refused);
     metrics.links_connected.set(connected);
     metrics.promised_tokens.set(promised as i64);
     metrics.reservations.set(core.open_reservations() as i64);

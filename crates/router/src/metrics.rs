@@ -9,6 +9,8 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
 };
 
+use crate::decision_metrics::DecisionMetrics;
+
 /// Labels of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct RequestLabels {
@@ -35,6 +37,37 @@ pub(crate) struct ModelLabel {
     pub(crate) model: String,
 }
 
+/// Labels of a request that was not let in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct RefusalLabels {
+    pub(crate) model: String,
+    pub(crate) reason: &'static str,
+}
+
+/// Label of a decision.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct OutcomeLabel {
+    pub(crate) outcome: &'static str,
+}
+
+/// Label of the candidates of a decision.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct StageLabel {
+    pub(crate) stage: &'static str,
+}
+
+/// Label of tokens in caches.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct KindLabel {
+    pub(crate) kind: &'static str,
+}
+
+/// Whether there was more or less than was predicted.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct DirectionLabel {
+    pub(crate) direction: &'static str,
+}
+
 /// Why something was not done.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct ReasonLabel {
@@ -55,6 +88,13 @@ pub(crate) struct RouterMetrics {
     pub(crate) completion_tokens: Counter,
     pub(crate) predicted_cached_tokens: Counter,
     pub(crate) delivered_cached_tokens: Counter,
+    pub(crate) decisions: DecisionMetrics,
+    pub(crate) queued_requests: Family<ModelLabel, Gauge>,
+    pub(crate) queue_seconds: Histogram,
+    pub(crate) admission_refusals: Family<RefusalLabels, Counter>,
+    pub(crate) breakers: Family<StateLabel, Gauge>,
+    pub(crate) breaker_openings: Family<ModelLabel, Counter>,
+    pub(crate) refused_policies: Gauge,
     pub(crate) reservations: Gauge,
     pub(crate) promised_tokens: Gauge,
     pub(crate) targets: Family<TargetLabel, Gauge>,
@@ -112,6 +152,37 @@ impl RouterMetrics {
                 names::ROUTER_DELIVERED_CACHED_TOKENS,
                 "Prompt tokens found in a cache.",
                 Counter::default(),
+            ),
+            decisions: DecisionMetrics::new(metrics),
+            queued_requests: metrics.register(
+                names::ROUTER_QUEUED_REQUESTS,
+                "Requests that wait at the door.",
+                Family::default(),
+            ),
+            queue_seconds: metrics.register(
+                names::ROUTER_QUEUE_SECONDS,
+                "Time that requests waited at the door.",
+                histogram(),
+            ),
+            admission_refusals: metrics.register(
+                names::ROUTER_ADMISSION_REFUSALS,
+                "Requests that were not let in.",
+                Family::default(),
+            ),
+            breakers: metrics.register(
+                names::ROUTER_BREAKERS,
+                "Targets by the state of their breaker.",
+                Family::default(),
+            ),
+            breaker_openings: metrics.register(
+                names::ROUTER_BREAKER_OPENINGS,
+                "Breakers that opened.",
+                Family::default(),
+            ),
+            refused_policies: metrics.register(
+                names::ROUTER_REFUSED_POLICIES,
+                "Models whose resource says what this router does not understand.",
+                Gauge::default(),
             ),
             reservations: metrics.register(names::ROUTER_RESERVATIONS, "Reservations held.", Gauge::default()),
             promised_tokens: metrics.register(

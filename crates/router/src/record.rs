@@ -113,6 +113,9 @@ impl RequestRecord {
             let seconds = (now - self.arrived).as_secs_f64();
             self.core.metrics.first_token_seconds.observe(seconds);
             self.span.record(names::TIME_TO_FIRST_CHUNK, seconds);
+            if let (Some(decision), Some(decided)) = (&self.decision, self.decided) {
+                self.core.metrics.decisions.answered(decision, (now - decided).as_secs_f64());
+            }
         }
     }
 
@@ -189,6 +192,9 @@ impl Drop for RequestRecord {
             metrics.delivered_cached_tokens.inc_by(u64::from(receipt.cached_tokens));
             let now = self.core.started.elapsed();
             self.core.awareness.note_receipt(now, &self.model, expected, receipt.cached_tokens);
+        }
+        if let (Some(receipt), Some(decision)) = (&self.receipt, &self.decision) {
+            metrics.decisions.delivered(decision, receipt.cached_tokens);
         }
         let chosen = self.decision.as_ref().and_then(|decision| decision.chosen_candidate());
         let matched = chosen.filter(|seen| seen.claim.is_some()).map(|seen| u64::from(seen.matched_blocks()));

@@ -1,6 +1,6 @@
-//! How targets are chosen, as settings.
+//! How requests are let in and targets chosen, as settings.
 
-use kvist_schedule::{Pipeline, PipelineConfig};
+use kvist_schedule::{AdmissionConfig, ConfigError, Pipeline, PipelineConfig};
 use serde::{Deserialize, Deserializer, de::Error as _};
 use serde_json::Value;
 
@@ -16,9 +16,8 @@ impl RoutingSettings {
     ///
     /// # Errors
     /// Says which name or parameter is wrong, and which are valid.
-    pub fn from_value(value: &Value) -> Result<Self, String> {
-        let pipeline = PipelineConfig::from_value(value).and_then(Pipeline::new);
-        Ok(Self { pipeline: pipeline.map_err(|error| error.to_string())? })
+    pub fn from_value(value: &Value) -> Result<Self, ConfigError> {
+        Ok(Self { pipeline: PipelineConfig::from_value(value).and_then(Pipeline::new)? })
     }
 }
 
@@ -29,6 +28,29 @@ impl Default for RoutingSettings {
 }
 
 impl<'de> Deserialize<'de> for RoutingSettings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::from_value(&Value::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+/// Who may start at once; everybody by default.
+#[derive(Clone, Debug, Default)]
+pub struct AdmissionSettings {
+    /// For each model by itself.
+    pub config: AdmissionConfig,
+}
+
+impl AdmissionSettings {
+    /// Reads `"allow_all"` or `{concurrency: {...}}`.
+    ///
+    /// # Errors
+    /// Says what is wrong, and what would be valid.
+    pub fn from_value(value: &Value) -> Result<Self, ConfigError> {
+        Ok(Self { config: AdmissionConfig::from_value(value)? })
+    }
+}
+
+impl<'de> Deserialize<'de> for AdmissionSettings {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Self::from_value(&Value::deserialize(deserializer)?).map_err(D::Error::custom)
     }

@@ -8,10 +8,10 @@ use std::{
 use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
 use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
-use kvist_proto::engine::v1::{Capabilities, StructuredOutput, structured_output::Constraint};
+use kvist_proto::engine::v1::{Capabilities, StructuredOutput, WorkerDescription, structured_output::Constraint};
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
-    Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Pipeline, Request, ReservationId, TargetId,
+    Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, TargetId,
     TargetPromise, cached_prompt, expected_output_tokens, recent_is_valid_for,
 };
 use kvist_text::ModelText;
@@ -38,6 +38,17 @@ pub(crate) struct Demand {
     /// The text that the prompt was tokenized with.
     pub(crate) text: Option<Arc<ModelText>>,
     pub(crate) needs: Needs,
+    /// Names a conversation; none when the client names none.
+    pub(crate) session: Option<Arc<str>>,
+    /// How long it has waited to be let in; none when it does not come by the door.
+    pub(crate) queued_for: Option<Duration>,
+}
+
+impl Demand {
+    /// Tokens that it is expected to need, prompt and answer.
+    pub(crate) fn expected_tokens(&self) -> u64 {
+        self.tokens.len() as u64 + expected_output_tokens(self.max_tokens)
+    }
 }
 
 /// Features that not every engine has.
@@ -126,7 +137,6 @@ impl Drop for Reservation {
 #[derive(Debug)]
 pub(crate) struct Selector {
     pub(crate) index: Arc<Index>,
-    pipeline: Pipeline,
     book: Arc<Mutex<Book>>,
     recent: Mutex<RecentDecisions>,
     /// From which `recent` and `book` count time.
@@ -156,9 +166,9 @@ impl Matches {
 }
 
 impl Selector {
-    pub(crate) fn new(index: Arc<Index>, pipeline: Pipeline) -> Self {
+    pub(crate) fn new(index: Arc<Index>) -> Self {
         let recent = Mutex::new(RecentDecisions::new(MOST_RECENT_MARKS, recent_is_valid_for(false)));
-        Self { index, pipeline, book: Arc::default(), recent, started: Instant::now() }
+        Self { index, book: Arc::default(), recent, started: Instant::now() }
     }
 
     /// Open reservations and their tokens at a target.
@@ -169,6 +179,29 @@ impl Selector {
     /// Open reservations.
     pub(crate) fn open_reservations(&self) -> usize {
         self.book.lock().reservations.len()
+    }
+
+    /// Requests that workers take before all of them are saturated; none when no worker takes any.
+    pub(crate) fn room(&self, workers: &[Arc<WorkerNode>], threshold: f64) -> Option<u64> {
+        let now = self.started.elapsed();
+        let mut room: Option<u64> = None;
+        let usable = workers.iter().filter(|node| node.excluded().is_none());
+        for node in usable {
+            let most_running = node.description().and_then(|description| most_running(&description));
+            for rank in 0..node.ranks() {
+                let report = self.report(node, rank);
+                let target = node.target_id(rank);
+                let saturation = self.book.lock().saturation(now, &target, report.as_ref(), most_running);
+                room = Some(room.unwrap_or(0).saturating_add(saturation.room(threshold)));
+            }
+        }
+        room
+    }
+
+    /// What an engine last said of itself.
+    fn report(&self, node: &WorkerNode, rank: u32) -> Option<EngineReport> {
+        let load = node.connection.as_ref()?.link.load(rank)?;
+        Some(engine_report(&load.report, load.received_at.saturating_duration_since(self.started)))
     }
 
     /// Chooses a target; with `reserve` it also promises it the work, under one lock. The decision is returned in any
@@ -208,7 +241,7 @@ impl Selector {
             let mut most_running = None;
             if let Some(description) = &description {
                 let limits = description.limits.unwrap_or_default();
-                most_running = (limits.max_running_requests > 0).then_some(u64::from(limits.max_running_requests));
+                most_running = self::most_running(description);
                 let missing =
                     demand.needs.missing(&description.capabilities.unwrap_or_default(), limits.max_top_logprobs);
                 if let Some(field) = missing {
@@ -230,9 +263,7 @@ impl Selector {
                 let recent = lookups
                     .get(position)
                     .map_or(0, |(_, _, matches)| matches.recent_blocks(node, &target, is_exact).min(usable));
-                let load = node.connection.as_ref().and_then(|connection| connection.link.load(rank));
-                let report = load
-                    .map(|load| engine_report(&load.report, load.received_at.saturating_duration_since(self.started)));
+                let report = self.report(node, rank);
                 seen.push(SeenCandidate {
                     target: target.clone(),
                     claim: overlap.map(|overlap| Claim {
@@ -265,14 +296,26 @@ impl Selector {
         let request = Request {
             prompt_tokens: prompt_tokens as u64,
             expected_output_tokens: expected_output_tokens(demand.max_tokens),
+            session: demand.session.clone(),
             ..Request::default()
         };
-        let now = self.started.elapsed();
+        let pipeline = model.state.pipeline();
         let (decision, reservation) = {
-            // Decided and promised under one lock: two requests at once do not both see an idle target.
+            let (health_now, mut breakers) = model.state.health.during_choice();
+            if !breakers.is_all_well() {
+                for candidate in &mut candidates {
+                    candidate.is_broken = breakers.is_broken(health_now, &candidate.target);
+                }
+            }
+            let now = self.started.elapsed();
+            // Decided and promised under one lock: two requests at once do not both see an idle target, nor probe one.
             let mut book = self.book.lock();
             book.describe(now, &mut candidates, &reports);
-            book.decide(now, &self.pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve)
+            let decided = book.decide(now, &pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve);
+            if reserve && let Some(chosen) = decided.0.chosen.and_then(|chosen| candidates.get(chosen)) {
+                breakers.sent(health_now, &chosen.target);
+            }
+            decided
         };
         let reservation = reservation.map(|id| Reservation { book: Arc::clone(&self.book), id });
         for ((seen, candidate), verdict) in seen.iter_mut().zip(&candidates).zip(&decision.verdicts) {
@@ -282,6 +325,8 @@ impl Selector {
             seen.terms = verdict.terms;
             seen.excluded = verdict.filtered;
         }
+        let available = || candidates.iter().filter(|candidate| candidate.unavailable.is_none());
+        let best_hit = available().map(Candidate::matched_tokens).max().unwrap_or(0).min(prompt_tokens as u64);
         let chosen_node = decision.chosen.and_then(|chosen| nodes.get(chosen));
         let block_size = chosen_node.or(nodes.first()).map_or(0, |(node, _)| node.block_size());
         let record = Arc::new(SeenDecision {
@@ -292,7 +337,12 @@ impl Selector {
             prompt_blocks: to_u32(usable_blocks(prompt_tokens, block_size)),
             block_size_tokens: to_u32(block_size),
             candidates: seen,
-            policy: self.pipeline.summary().into(),
+            policy: pipeline.summary().into(),
+            outcome: decision.outcome,
+            available: to_u32(available().count()),
+            selectable: to_u32(decision.selectable),
+            available_hit_tokens: u32::try_from(best_hit).unwrap_or(u32::MAX),
+            queued_for: demand.queued_for,
             chosen: decision.chosen,
             chosen_incarnation: chosen_node.map(|(node, _)| node.incarnation),
             attempt,
@@ -343,6 +393,12 @@ impl Selector {
             self.recent.lock().note(self.started.elapsed(), holder, &matches.hashes);
         }
     }
+}
+
+/// Requests that a worker runs at once; none when it does not say.
+fn most_running(description: &WorkerDescription) -> Option<u64> {
+    let most = description.limits.unwrap_or_default().max_running_requests;
+    (most > 0).then_some(u64::from(most))
 }
 
 fn engine_report(report: &LoadReport, received_at: Duration) -> EngineReport {

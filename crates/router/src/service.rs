@@ -9,6 +9,7 @@ use std::{
 use futures::{Stream, StreamExt as _, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::router::v1::{self as wire, router_service_server::RouterService};
+use kvist_schedule::BreakerState;
 use kvist_telemetry::names;
 use tokio::sync::broadcast::error::RecvError;
 use tonic::{Request, Response, Status, metadata::MetadataMap};
@@ -17,13 +18,19 @@ use tracing::field::Empty;
 use crate::{
     convert::{read_grpc_timeout, read_prompt, read_request, write_delta, write_end},
     core::{Router, RouterCore, join_salts},
+    door::{Entry, Ticket},
     explain::SeenDecision,
     generate::{Generate as _, GenerateEvent, RequestContext},
     keys::{ApiKeys, Caller},
-    leases::{DEFAULT_LEASE, LONGEST_LEASE},
+    leases::{DEFAULT_LEASE, LONGEST_LEASE, Lease},
     record::record_failure,
     target::WorkerNode,
 };
+
+/// Metadata, and HTTP header, with the session of a request.
+pub const SESSION_METADATA: &str = "kvist-session";
+/// Metadata, and HTTP header, with the class of a request.
+pub const CLASS_METADATA: &str = "kvist-class";
 
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -53,16 +60,22 @@ impl Service {
         self.keys.check(authorization)
     }
 
+    /// What comes with a request: in its fields, or where they are empty in its metadata.
     fn context(
         &self,
         metadata: &MetadataMap,
-        request_id: String,
+        request: &mut wire::GenerateRequest,
         span: tracing::Span,
     ) -> Result<RequestContext, KvistError> {
         let caller = self.caller(metadata)?;
-        let request_id = if request_id.is_empty() { text_of(metadata, "x-request-id").to_owned() } else { request_id };
+        let field_or = |field: &mut String, name: &str| {
+            let field = std::mem::take(field);
+            if field.is_empty() { text_of(metadata, name).to_owned() } else { field }
+        };
         Ok(RequestContext {
-            request_id,
+            request_id: field_or(&mut request.request_id, "x-request-id"),
+            session_id: field_or(&mut request.session_id, SESSION_METADATA),
+            class: field_or(&mut request.class, CLASS_METADATA),
             deadline: read_grpc_timeout(text_of(metadata, "grpc-timeout")).map(|left| Instant::now() + left),
             span,
             traceparent: text_of(metadata, "traceparent").to_owned(),
@@ -92,7 +105,7 @@ impl RouterService for Service {
             { names::RPC_RESPONSE_STATUS_CODE } = Empty,
         );
         let read = || {
-            let context = self.context(&metadata, std::mem::take(&mut request.request_id), span.clone())?;
+            let context = self.context(&metadata, &mut request, span.clone())?;
             Ok((context, read_request(request, now_unix_seconds())?))
         };
         let (context, input) = read().inspect_err(|error: &KvistError| record_failure(&span, error.code))?;
@@ -156,6 +169,7 @@ impl RouterService for Service {
 
     async fn select(&self, request: Request<wire::SelectRequest>) -> Result<Response<wire::SelectResponse>, Status> {
         let caller = self.caller(request.metadata())?;
+        let deadline = read_grpc_timeout(text_of(request.metadata(), "grpc-timeout"));
         let request = request.into_inner();
         let lease = match request.lease_duration {
             None => DEFAULT_LEASE,
@@ -174,8 +188,33 @@ impl RouterService for Service {
         let prompt = read_prompt(request.prompt, now_unix_seconds())?;
         let salt = join_salts(&caller.cache_salt, &request.cache_salt);
         let max_tokens = (request.max_tokens > 0).then_some(request.max_tokens);
-        let demand = self.core.demand(&model, prompt, request.adapter, salt, max_tokens).await?;
+        let mut demand =
+            self.core.demand(&model, prompt, request.adapter, salt, max_tokens, &request.session_id).await?;
+        let ticket = Ticket {
+            class: &request.class,
+            priority: request.priority,
+            deadline: Instant::now() + deadline.unwrap_or(self.core.default_deadline()),
+            tokens: demand.expected_tokens(),
+        };
+        let (place, queued_for) = match model.state.door.enter(ticket)? {
+            Entry::Admitted(place) => (place, Duration::ZERO),
+            Entry::Queued(mut waiting) => {
+                tokio::select! {
+                    ended = waiting.end() => ended?,
+                    () = self.core.stopped.cancelled() => {
+                        return Err(KvistError::new(Code::Draining, "the router is being stopped").into());
+                    }
+                }
+                waiting.into_place()
+            }
+        };
+        demand.queued_for = Some(queued_for);
+        // Targets may have come and gone meanwhile.
+        let view = self.core.view();
+        let model = self.core.model(&view, &request.model)?;
         let (decision, result) = self.core.selector.select(&view, &model, &demand, &[], 1, true);
+        place.placed();
+        self.core.metrics.decisions.decided(&decision);
         self.core.explanations.add(&decision);
         let placement = result?;
         let reservation = placement
@@ -183,7 +222,8 @@ impl RouterService for Service {
             .ok_or_else(|| KvistError::new(Code::Internal, "a target was chosen without a reservation"))?;
         let reservation_id = demand.request_id.to_string();
         let expires_at = Instant::now() + lease;
-        self.core.leases.add(reservation_id.clone(), reservation, Arc::clone(&decision), expires_at);
+        let lease = Lease { reservation, place, decision: Arc::clone(&decision), expires_at };
+        self.core.leases.add(reservation_id.clone(), lease);
         Ok(Response::new(wire::SelectResponse {
             reservation_id,
             target: Some(wire::Target { rank: placement.rank, ..placement.node.target.clone() }),
@@ -213,7 +253,7 @@ impl RouterService for Service {
                 let model = self.core.model(&view, &run.model)?;
                 let prompt = read_prompt(run.prompt, now_unix_seconds())?;
                 let salt = join_salts(&caller.cache_salt, &run.cache_salt);
-                let demand = self.core.demand(&model, prompt, run.adapter, salt, None).await?;
+                let demand = self.core.demand(&model, prompt, run.adapter, salt, None, "").await?;
                 // A refusal is an answer too: the reasons are in its candidates.
                 vec![self.core.selector.select(&view, &model, &demand, &[], 1, false).0.to_record()]
             }
@@ -289,11 +329,14 @@ impl Service {
         let promise = self.core.selector.promise(&node.target_id(rank));
         let connection = node.connection.as_ref();
         let fault = connection.and_then(|connection| connection.fault.load_full());
+        let model = self.core.view().models.get(&node.entry.model).cloned();
+        let breaker = model.map_or(BreakerState::Closed, |model| model.state.health.state(&node.target_id(rank)));
         let count = u32::try_from(promise.count).unwrap_or(u32::MAX);
         wire::TargetStatus {
             target: Some(wire::Target { rank, ..node.target.clone() }),
             excluded_reason: match (node.excluded(), fault) {
                 (Some("description_differs"), Some(error)) => format!("description_differs: {}", error.message),
+                (None, _) if breaker == BreakerState::Open => "breaker_open".to_owned(),
                 (reason, _) => reason.unwrap_or_default().to_owned(),
             },
             active_requests: count,

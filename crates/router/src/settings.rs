@@ -6,7 +6,7 @@ use kvist_errors::{Code, KvistError};
 use kvist_events::{BusSettings, EventsError};
 use serde::Deserialize;
 
-use crate::routing::RoutingSettings;
+use crate::routing::{AdmissionSettings, RoutingSettings};
 
 /// Settings of a router, as JSON.
 #[derive(Clone, Debug, Deserialize)]
@@ -47,8 +47,10 @@ pub struct RouterSettings {
     pub explained_requests: usize,
     /// Tokens that wait for a slow client, for each request; more end it.
     pub request_buffer_tokens: usize,
-    /// How targets are chosen: `{preset, filters, scorers, picker}`.
+    /// How targets are chosen for models that do not say it: `{preset, filters, scorers, picker}`.
     pub routing: RoutingSettings,
+    /// Who may start at once, for models that do not say it: `"allow_all"` or `{concurrency: {...}}`.
+    pub admission: AdmissionSettings,
 }
 
 impl Default for RouterSettings {
@@ -72,6 +74,7 @@ impl Default for RouterSettings {
             explained_requests: 10_000,
             request_buffer_tokens: 16_384,
             routing: RoutingSettings::default(),
+            admission: AdmissionSettings::default(),
         }
     }
 }
@@ -141,6 +144,7 @@ mod tests {
             (r#"{"default_deadline_ms":0}"#, "default_deadline_ms"),
             (r#"{"routing":{"picker":{"algorithm":"round_robin"}}}"#, "unknown picker \"round_robin\""),
             (r#"{"routing":{"scorer":{"algorithm":"nosuch"}}}"#, "kv_least_loaded, least_loaded"),
+            (r#"{"admission":"nosuch"}"#, "allow_all"),
         ] {
             assert!(RouterSettings::from_json(json).unwrap_err().message.contains(word));
         }

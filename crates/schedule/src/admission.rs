@@ -1,9 +1,12 @@
 //! Who may start now, who waits, and who is told to come back later.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
     time::Duration,
 };
+
+use crate::AdmissionConfig;
 
 /// Tokens that a class of weight 1 may send in each turn. Large enough that most requests need one turn.
 const QUANTUM_TOKENS: f64 = 4096.0;
@@ -13,34 +16,6 @@ const HOLD_WEIGHT: f64 = 0.1;
 
 /// Assumed until the first request has ended.
 const FIRST_HOLD_SECONDS: f64 = 1.0;
-
-/// A class of requests.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ClassConfig {
-    /// As requests name it.
-    pub name: String,
-    /// Share of tokens beside other classes; above 0.
-    pub weight: f64,
-}
-
-/// What may start at once.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub enum AdmissionConfig {
-    /// Everything.
-    #[default]
-    AllowAll,
-    /// A number of requests; others wait.
-    Concurrency {
-        /// Requests that run; above 0.
-        most_running: usize,
-        /// Requests that wait; 0 for none.
-        most_queued: usize,
-        /// Longest wait.
-        queue_timeout: Duration,
-        /// Classes that share the places; none for one class of all.
-        classes: Vec<ClassConfig>,
-    },
-}
 
 /// Names a request in the queue; never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -101,12 +76,14 @@ type QueueKey = (i32, Duration, TicketId);
 #[derive(Debug)]
 struct Waiting {
     tokens: f64,
-    deadline: Option<Duration>,
-    times_out_at: Duration,
+    /// By its deadline or the time-out, whichever is first.
+    ends_at: Duration,
+    is_late_then: bool,
 }
 
 #[derive(Debug)]
 struct Class {
+    name: Arc<str>,
     weight: f64,
     queue: BTreeMap<QueueKey, Waiting>,
     /// Tokens it may still send in this turn.
@@ -125,29 +102,52 @@ pub struct Admission {
     cursor: usize,
     running: HashMap<TicketId, Duration>,
     queued: HashMap<TicketId, (usize, QueueKey)>,
+    /// When waits end by themselves, soonest first.
+    ends: BTreeSet<(Duration, TicketId)>,
     next: u64,
     hold_seconds: f64,
 }
 
 impl Admission {
-    /// An open door.
+    /// A door before the first request.
     #[must_use]
     pub fn new(config: AdmissionConfig) -> Self {
-        let weights: Vec<f64> = match &config {
-            AdmissionConfig::Concurrency { classes, .. } if !classes.is_empty() => {
-                classes.iter().map(|class| class.weight.max(1e-6)).collect()
-            }
-            _ => vec![1.0],
-        };
-        let class = |weight| Class { weight, queue: BTreeMap::new(), deficit: 0.0 };
         Self {
+            classes: classes_of(&config),
             config,
-            classes: weights.into_iter().map(class).collect(),
             cursor: 0,
             running: HashMap::new(),
             queued: HashMap::new(),
+            ends: BTreeSet::new(),
             next: 0,
             hold_seconds: FIRST_HOLD_SECONDS,
+        }
+    }
+
+    /// What it goes by.
+    #[must_use]
+    pub fn config(&self) -> &AdmissionConfig {
+        &self.config
+    }
+
+    /// Position of a class; the last one for a name that there is not.
+    #[must_use]
+    pub fn class(&self, name: &str) -> usize {
+        self.classes.iter().position(|class| &*class.name == name).unwrap_or(self.classes.len() - 1)
+    }
+
+    /// Goes by another configuration from now on. What runs goes on, and what waits keeps its time-out and its class; if
+    /// that is gone, it waits in the last one. [`Admission::advance`] lets in what has a place now.
+    pub fn reconfigure(&mut self, config: AdmissionConfig) {
+        let before = std::mem::replace(&mut self.classes, classes_of(&config));
+        self.config = config;
+        self.cursor = 0;
+        for class in before {
+            let position = self.class(&class.name);
+            for (key, waiting) in class.queue {
+                self.queued.insert(key.2, (position, key));
+                self.classes[position].queue.insert(key, waiting);
+            }
         }
     }
 
@@ -173,40 +173,32 @@ impl Admission {
         if request.deadline.is_some_and(|deadline| now + wait >= deadline) {
             return refused(Refusal::DeadlineTooSoon);
         }
-        let waiting = Waiting {
-            tokens: request.tokens.max(1) as f64,
-            deadline: request.deadline,
-            times_out_at: now + queue_timeout,
-        };
-        self.classes[class].queue.insert(key, waiting);
+        let times_out_at = now + queue_timeout;
+        let ends_at = request.deadline.map_or(times_out_at, |deadline| deadline.min(times_out_at));
+        let tokens = request.tokens.max(1) as f64;
+        let is_late_then = request.deadline == Some(ends_at);
+        self.classes[class].queue.insert(key, Waiting { tokens, ends_at, is_late_then });
         self.queued.insert(id, (class, key));
+        self.ends.insert((ends_at, id));
         Offer::Queued(id)
     }
 
-    /// Ends waits that are over and fills free places. To be called when a request has ended, when targets have room
-    /// again, and at [`Admission::wakes_at`].
-    pub fn advance(&mut self, now: Duration, has_room: bool) -> Vec<(TicketId, Ended)> {
+    /// Ends waits that are over and fills free places, as many as targets have `room` for. To be called when a request has
+    /// ended, when targets have room again, and at [`Admission::wakes_at`].
+    pub fn advance(&mut self, now: Duration, room: usize) -> Vec<(TicketId, Ended)> {
         let mut ended = Vec::new();
-        for class in &mut self.classes {
-            class.queue.retain(|key, waiting| {
-                let why = if waiting.deadline.is_some_and(|deadline| deadline <= now) {
-                    Ended::DeadlinePassed
-                } else if waiting.times_out_at <= now {
-                    Ended::TimedOut
-                } else {
-                    return true;
-                };
-                ended.push((key.2, why));
-                false
-            });
+        while let Some((_, id)) = self.ends.first().copied().filter(|(ends_at, _)| *ends_at <= now) {
+            let is_late = self.take(id).is_some_and(|waiting| waiting.is_late_then);
+            ended.push((id, if is_late { Ended::DeadlinePassed } else { Ended::TimedOut }));
         }
-        for (id, _) in &ended {
-            self.queued.remove(id);
-        }
-        let AdmissionConfig::Concurrency { most_running, .. } = self.config else { return ended };
-        while has_room && self.running.len() < most_running {
+        let places = match self.config {
+            AdmissionConfig::AllowAll => usize::MAX,
+            AdmissionConfig::Concurrency { most_running, .. } => {
+                most_running.saturating_sub(self.running.len()).min(room)
+            }
+        };
+        for _ in 0..places {
             let Some(id) = self.take_next() else { break };
-            self.queued.remove(&id);
             self.running.insert(id, now);
             ended.push((id, Ended::Admitted));
         }
@@ -221,16 +213,21 @@ impl Admission {
             self.hold_seconds += HOLD_WEIGHT * (held - self.hold_seconds);
             return true;
         }
-        let Some((class, key)) = self.queued.remove(&id) else { return false };
-        self.classes[class].queue.remove(&key);
-        true
+        self.take(id).is_some()
+    }
+
+    /// Takes a request out of the queue.
+    fn take(&mut self, id: TicketId) -> Option<Waiting> {
+        let (class, key) = self.queued.remove(&id)?;
+        let waiting = self.classes[class].queue.remove(&key)?;
+        self.ends.remove(&(waiting.ends_at, id));
+        Some(waiting)
     }
 
     /// When the next wait ends by itself.
     #[must_use]
     pub fn wakes_at(&self) -> Option<Duration> {
-        let waiting = self.classes.iter().flat_map(|class| class.queue.values());
-        waiting.map(|one| one.deadline.map_or(one.times_out_at, |deadline| deadline.min(one.times_out_at))).min()
+        self.ends.first().map(|(ends_at, _)| *ends_at)
     }
 
     /// How long a request that arrives now in a class is expected to wait.
@@ -251,8 +248,8 @@ impl Admission {
         self.queued.len()
     }
 
-    /// Places become free every hold time divided by their number; a class gets its share of them, and all when the
-    /// others have no requests.
+    /// Places become free every hold time divided by their number, and while targets are saturated there are no more than
+    /// requests run; a class gets its share of them, and all when the others have no requests.
     fn wait_before(&self, class: usize, key: QueueKey) -> Duration {
         let AdmissionConfig::Concurrency { most_running, .. } = self.config else { return Duration::ZERO };
         let ahead = self.classes[class].queue.range(..key).count() as f64;
@@ -262,7 +259,8 @@ impl Admission {
             .sum();
         let share = self.classes[class].weight / (self.classes[class].weight + others);
         let before = (ahead / share).min(ahead + (self.queued.len() as f64 - self.classes[class].queue.len() as f64));
-        let seconds = (before + 1.0) * self.hold_seconds / most_running.max(1) as f64;
+        let places = self.running.len().clamp(1, most_running.max(1));
+        let seconds = (before + 1.0) * self.hold_seconds / places as f64;
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 4)
     }
 
@@ -294,10 +292,20 @@ impl Admission {
             }
         }
         self.cursor = winner;
-        let class = &mut self.classes[winner];
-        let (key, waiting) = class.queue.pop_first()?;
-        class.deficit -= waiting.tokens;
-        Some(key.2)
+        let id = self.classes[winner].queue.first_key_value()?.0.2;
+        let waiting = self.take(id)?;
+        self.classes[winner].deficit -= waiting.tokens;
+        Some(id)
+    }
+}
+
+fn classes_of(config: &AdmissionConfig) -> Vec<Class> {
+    let class = |name: &str, weight: f64| Class { name: name.into(), weight, queue: BTreeMap::new(), deficit: 0.0 };
+    match config {
+        AdmissionConfig::Concurrency { classes, .. } if !classes.is_empty() => {
+            classes.iter().map(|one| class(&one.name, one.weight.max(1e-6))).collect()
+        }
+        _ => vec![class("", 1.0)],
     }
 }
 
@@ -306,12 +314,19 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::ClassConfig;
 
+    const ROOM: usize = usize::MAX;
     const SECOND: Duration = Duration::from_secs(1);
 
+    fn config(most_running: usize, most_queued: usize, weights: &[f64]) -> AdmissionConfig {
+        let class = |(number, weight): (usize, &f64)| ClassConfig { name: format!("c{number}"), weight: *weight };
+        let classes = weights.iter().enumerate().map(class).collect();
+        AdmissionConfig::Concurrency { most_running, most_queued, queue_timeout: 10 * SECOND, classes }
+    }
+
     fn door(most_running: usize, most_queued: usize, weights: &[f64]) -> Admission {
-        let classes = weights.iter().map(|weight| ClassConfig { name: "c".to_owned(), weight: *weight }).collect();
-        Admission::new(AdmissionConfig::Concurrency { most_running, most_queued, queue_timeout: 10 * SECOND, classes })
+        Admission::new(config(most_running, most_queued, weights))
     }
 
     fn request(class: usize, tokens: u64) -> TicketRequest {
@@ -328,7 +343,7 @@ mod tests {
         assert_eq!(refused, door.offer(SECOND, request(0, 1), true));
         assert_eq!(Some(11 * SECOND), door.wakes_at());
         assert!(door.end(2 * SECOND, TicketId(0)));
-        assert_eq!(vec![(TicketId(1), Ended::Admitted)], door.advance(2 * SECOND, true));
+        assert_eq!(vec![(TicketId(1), Ended::Admitted)], door.advance(2 * SECOND, ROOM));
         assert_eq!((1, 0), (door.running(), door.queued()));
     }
 
@@ -340,8 +355,8 @@ mod tests {
         let urgent = TicketRequest { deadline: Some(5 * SECOND), ..request(0, 1) };
         assert_eq!(Offer::Queued(TicketId(2)), door.offer(Duration::ZERO, urgent, true));
         assert_eq!(Some(5 * SECOND), door.wakes_at());
-        assert_eq!(vec![(TicketId(2), Ended::DeadlinePassed)], door.advance(5 * SECOND, true));
-        assert_eq!(vec![(TicketId(1), Ended::TimedOut)], door.advance(10 * SECOND, true));
+        assert_eq!(vec![(TicketId(2), Ended::DeadlinePassed)], door.advance(5 * SECOND, ROOM));
+        assert_eq!(vec![(TicketId(1), Ended::TimedOut)], door.advance(10 * SECOND, ROOM));
     }
 
     #[test]
@@ -361,8 +376,44 @@ mod tests {
     fn saturated_targets_make_requests_wait_though_places_are_free() {
         let mut door = door(9, 9, &[]);
         assert_eq!(Offer::Queued(TicketId(0)), door.offer(Duration::ZERO, request(0, 1), false));
-        assert!(door.advance(SECOND, false).is_empty());
-        assert_eq!(vec![(TicketId(0), Ended::Admitted)], door.advance(SECOND, true));
+        assert!(door.advance(SECOND, 0).is_empty());
+        assert_eq!(vec![(TicketId(0), Ended::Admitted)], door.advance(SECOND, ROOM));
+    }
+
+    #[test]
+    fn no_more_are_let_in_than_targets_have_room_for() {
+        let mut door = door(9, 9, &[]);
+        for _ in 0..4 {
+            door.offer(Duration::ZERO, request(0, 1), false);
+        }
+        assert_eq!(3, door.advance(SECOND, 3).len());
+        assert_eq!((3, 1), (door.running(), door.queued()));
+    }
+
+    #[test]
+    fn another_configuration_counts_at_once_and_nobody_loses_a_place() {
+        let mut door = Admission::new(AdmissionConfig::AllowAll);
+        for _ in 0..3 {
+            assert!(matches!(door.offer(Duration::ZERO, request(0, 1), true), Offer::Admitted(_)));
+        }
+        door.reconfigure(config(2, 9, &[1.0, 1.0]));
+        assert_eq!([0, 1, 1], ["c0", "c1", "nosuch"].map(|name| door.class(name)));
+        for class in [0, 1] {
+            assert!(matches!(door.offer(Duration::ZERO, request(class, 1), true), Offer::Queued(_)));
+        }
+        assert!(door.end(SECOND, TicketId(0)) && door.advance(SECOND, ROOM).is_empty(), "two still run");
+        // Only the second class is left, and both wait in it, in the order of arrival.
+        let AdmissionConfig::Concurrency { mut classes, .. } = config(1, 0, &[1.0, 1.0]) else { unreachable!() };
+        classes.remove(0);
+        let queue_timeout = 10 * SECOND;
+        door.reconfigure(AdmissionConfig::Concurrency { most_running: 1, most_queued: 0, queue_timeout, classes });
+        assert_eq!((2, 2), (door.running(), door.queued()));
+        assert!(door.end(SECOND, TicketId(1)) && door.end(SECOND, TicketId(2)));
+        assert_eq!(vec![(TicketId(3), Ended::Admitted)], door.advance(SECOND, ROOM));
+        door.reconfigure(AdmissionConfig::AllowAll);
+        assert_eq!(vec![(TicketId(4), Ended::Admitted)], door.advance(SECOND, 0));
+        assert!(door.end(SECOND, TicketId(3)) && door.end(SECOND, TicketId(4)));
+        assert_eq!((0, 0), (door.running(), door.queued()));
     }
 
     #[test]
@@ -378,7 +429,7 @@ mod tests {
         let mut running = TicketId(0);
         for _ in 0..300 {
             door.end(Duration::ZERO, running);
-            let admitted = door.advance(Duration::ZERO, true);
+            let admitted = door.advance(Duration::ZERO, ROOM);
             running = admitted[0].0;
             let class = class_of[running.0 as usize - 1];
             tokens[class] += if class == 0 { 4000 } else { 1000 };
@@ -395,7 +446,7 @@ mod tests {
         let mut served = Vec::new();
         for _ in 0..4 {
             door.end(Duration::ZERO, served.last().copied().unwrap_or(TicketId(0)));
-            served.push(door.advance(Duration::ZERO, true)[0].0);
+            served.push(door.advance(Duration::ZERO, ROOM)[0].0);
         }
         assert_eq!([3, 4, 2, 1].map(TicketId).to_vec(), served);
     }
@@ -403,7 +454,7 @@ mod tests {
     proptest! {
         #[test]
         fn places_are_never_exceeded_nobody_is_lost_and_all_return_to_zero(
-            steps in prop::collection::vec((0u8..4, 0usize..4, 0u64..5000), 0..80),
+            steps in prop::collection::vec((0u8..5, 0usize..4, 0u64..5000), 0..80),
             most_running in 1usize..4, most_queued in 0usize..5,
         ) {
             let mut door = door(most_running, most_queued, &[1.0, 2.5, 0.1]);
@@ -425,8 +476,9 @@ mod tests {
                         prop_assert!(door.end(now, id));
                         prop_assert!(!door.end(now, id));
                     }
+                    3 => door.reconfigure(config(most_running, most_queued, &[0.1, 1.0, 3.0, 1.0][number..])),
                     _ => {
-                        for (id, ended) in door.advance(now, true) {
+                        for (id, ended) in door.advance(now, ROOM) {
                             prop_assert!(open.contains(&id));
                             if ended != Ended::Admitted {
                                 open.retain(|other| *other != id);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::{
     Candidate, Decision, Draws, Load, Memory, OutstandingReport, Pipeline, RateBook, Rates, Request, ReservationId,
-    Reservations, Work,
+    Reservations, Saturation, TargetId, Work,
 };
 
 /// The time in which a request reaches its engine and the engine's report of it comes back, generously: work that was
@@ -83,6 +83,19 @@ impl Book {
         }
     }
 
+    /// How full a target is at this moment, given its last report.
+    #[must_use]
+    pub fn saturation(
+        &self,
+        now: Duration,
+        target: &TargetId,
+        report: Option<&EngineReport>,
+        most_running: Option<u64>,
+    ) -> Saturation {
+        let report = report.filter(|report| now.saturating_sub(report.received_at) < REPORT_VALID_FOR);
+        Saturation::new(report.map(|report| report.load), self.reservations.of(target).count, most_running)
+    }
+
     /// Chooses a target, and with `reserve` promises it the work.
     pub fn decide(
         &mut self,
@@ -110,7 +123,6 @@ mod tests {
     use kvist_blocks::Rank;
 
     use super::*;
-    use crate::TargetId;
 
     #[test]
     fn a_report_counts_for_five_seconds_and_what_it_lacks_is_added() {

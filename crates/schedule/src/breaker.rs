@@ -101,6 +101,17 @@ impl BreakerBook {
         self.keep_one(now);
     }
 
+    /// Whether every breaker is closed and nobody has asked for a pause: then nothing is broken.
+    #[must_use]
+    pub fn is_all_well(&self) -> bool {
+        self.fleet.values().all(|breaker| breaker.open.is_none() && breaker.backs_off_until.is_zero())
+    }
+
+    /// State of each target.
+    pub fn states(&self, now: Duration) -> impl Iterator<Item = (&TargetId, BreakerState)> {
+        self.fleet.keys().map(move |target| (target, self.state(now, target)))
+    }
+
     /// State of a target; one outside the fleet counts as closed.
     #[must_use]
     pub fn state(&self, now: Duration, target: &TargetId) -> BreakerState {
@@ -132,11 +143,11 @@ impl BreakerBook {
         }
     }
 
-    /// Takes what came of a request.
-    pub fn report(&mut self, now: Duration, target: &TargetId, report: Report) {
+    /// Takes what came of a request. True when that has opened the breaker.
+    pub fn report(&mut self, now: Duration, target: &TargetId, report: Report) -> bool {
         let state = self.state(now, target);
         let settings = self.settings;
-        let Some(breaker) = self.fleet.get_mut(target) else { return };
+        let Some(breaker) = self.fleet.get_mut(target) else { return false };
         match report {
             Report::Success => {
                 *breaker = Breaker { is_foreign: breaker.is_foreign, ..Breaker::default() };
@@ -163,6 +174,7 @@ impl BreakerBook {
                 }
             }
         }
+        state != BreakerState::Open && self.state(now, target) == BreakerState::Open
     }
 
     fn open(&mut self, now: Duration, target: &TargetId) {
@@ -218,7 +230,9 @@ mod tests {
             book.report(SECOND, &bad, failure);
         }
         assert_eq!(BreakerState::Closed, book.state(SECOND, &bad));
-        book.report(SECOND, &bad, Report::TimedOut);
+        assert!(book.is_all_well());
+        assert!(book.report(SECOND, &bad, Report::TimedOut), "the fifth opens it");
+        assert!(!book.report(SECOND, &bad, Report::TimedOut) && !book.is_all_well());
         assert_eq!(BreakerState::Open, book.state(5 * SECOND, &bad));
         assert!(!book.is_broken(6 * SECOND, &bad));
         book.sent(6 * SECOND, &bad);
@@ -265,7 +279,7 @@ mod tests {
                 now += Duration::from_millis(millis / 4);
                 let chosen = target(number % size);
                 match what {
-                    0 => book.report(now, &chosen, Report::Success),
+                    0 => assert!(!book.report(now, &chosen, Report::Success)),
                     1 => book.sent(now, &chosen),
                     2 if fleet.len() > 1 => {
                         fleet.remove(number % fleet.len());
@@ -275,8 +289,8 @@ mod tests {
                         fleet = (0..size).map(target).collect();
                         book.set_fleet(now, fleet.iter().map(|target| (target, false)));
                     }
-                    4 => book.report(now, &chosen, Report::TimedOut),
-                    _ => book.report(now, &chosen, Report::ServerError),
+                    4 => _ = book.report(now, &chosen, Report::TimedOut),
+                    _ => _ = book.report(now, &chosen, Report::ServerError),
                 }
                 prop_assert!(fleet.iter().any(|target| book.state(now, target) != BreakerState::Open));
             }

@@ -5,14 +5,30 @@ use serde_json::{Map, Value};
 
 use crate::catalogue::{Algorithm, OutOfRange, Stage, Values, find};
 
-/// Why a pipeline is refused; says what would be valid.
+/// Why a configuration is refused; says what would be valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct ConfigError(String);
+#[error("{message}")]
+pub struct ConfigError {
+    message: String,
+    path: String,
+}
 
 impl ConfigError {
     pub(crate) fn new(message: impl Into<String>) -> Self {
-        Self(message.into())
+        Self { message: message.into(), path: String::new() }
+    }
+
+    /// The same, of a part of what is configured.
+    pub(crate) fn at(mut self, part: &str) -> Self {
+        let dot = if self.path.is_empty() || self.path.starts_with('[') { "" } else { "." };
+        self.path = format!("{part}{dot}{}", self.path);
+        self
+    }
+
+    /// Where it is wrong, such as `scorers[1].algorithm`; empty for the whole.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        &self.path
     }
 }
 
@@ -55,17 +71,18 @@ impl Step {
 
     /// The algorithm and the values of its parameters, in its order.
     pub(crate) fn resolve(&self, stage: Stage) -> Result<(&'static Algorithm, Vec<f64>), ConfigError> {
-        let algorithm = find(stage, &self.algorithm)?;
+        let algorithm = find(stage, &self.algorithm).map_err(|error| error.at("algorithm"))?;
         let what = format!("{} {}", stage.name(), algorithm.name);
         if let Some(unknown) =
             self.parameters.keys().find(|name| !algorithm.parameters.iter().any(|p| p.name == **name))
         {
             let valid: Vec<&str> = algorithm.parameters.iter().map(|parameter| parameter.name).collect();
             let valid = if valid.is_empty() { "none".to_owned() } else { valid.join(", ") };
-            return Err(ConfigError::new(format!("{what} has no parameter \"{unknown}\"; valid: {valid}")));
+            let error = ConfigError::new(format!("{what} has no parameter \"{unknown}\"; valid: {valid}"));
+            return Err(error.at(unknown).at("parameters"));
         }
         if stage != Stage::Scorer && self.weight != 1.0 {
-            return Err(ConfigError::new(format!("{what} cannot have a weight; only scorers can")));
+            return Err(ConfigError::new(format!("{what} cannot have a weight; only scorers can")).at("weight"));
         }
         let read = |parameter: &crate::catalogue::Parameter| {
             let given = match self.parameters.get(parameter.name) {
@@ -73,18 +90,20 @@ impl Step {
                 Some(Value::Null) if parameter.out_of_range == OutOfRange::Default => return Ok(parameter.default),
                 Some(given) => given,
             };
-            let number = given.as_f64().ok_or_else(|| {
-                ConfigError::new(format!("{what}: parameter {} must be a number, not {given}", parameter.name))
-            })?;
+            let wrong = |why: String| {
+                ConfigError::new(format!("{what}: parameter {} {why}", parameter.name))
+                    .at(parameter.name)
+                    .at("parameters")
+            };
+            let number = given.as_f64().ok_or_else(|| wrong(format!("must be a number, not {given}")))?;
             if (parameter.least..=parameter.most).contains(&number) {
                 return Ok(number);
             }
             match parameter.out_of_range {
                 OutOfRange::Default => Ok(parameter.default),
-                OutOfRange::Refuse => Err(ConfigError::new(format!(
-                    "{what}: parameter {} is {number}, and must be from {} to {}",
-                    parameter.name, parameter.least, parameter.most
-                ))),
+                OutOfRange::Refuse => {
+                    Err(wrong(format!("is {number}, and must be from {} to {}", parameter.least, parameter.most)))
+                }
             }
         };
         let values = algorithm.parameters.iter().map(read).collect::<Result<_, _>>()?;
@@ -170,7 +189,10 @@ impl PipelineConfig {
                 scorers: vec![Step::new("kv_least_loaded")],
                 picker: Step::new("gamble_sampling"),
             }),
-            _ => Err(ConfigError::new(format!("unknown preset \"{name}\"; valid: {}", PRESETS.join(", ")))),
+            _ => {
+                let valid = PRESETS.join(", ");
+                Err(ConfigError::new(format!("unknown preset \"{name}\"; valid: {valid}")).at("preset"))
+            }
         }
     }
 

@@ -5,6 +5,7 @@
 //! returns all of that, so that every decision can be explained.
 
 mod admission;
+mod admission_config;
 mod book;
 mod breaker;
 mod candidate;
@@ -17,10 +18,12 @@ mod pipeline;
 mod rates;
 mod reservations;
 mod rounds;
+mod saturation;
 mod score;
 mod scorers;
 
-pub use admission::{Admission, AdmissionConfig, ClassConfig, Ended, Offer, Refusal, TicketId, TicketRequest};
+pub use admission::{Admission, Ended, Offer, Refusal, TicketId, TicketRequest};
+pub use admission_config::{AdmissionConfig, ClassConfig};
 pub use book::{Book, EngineReport, expected_output_tokens};
 pub use breaker::{BreakerBook, BreakerSettings, BreakerState, Report};
 pub use candidate::{Cached, Candidate, Load, Request, Round, TargetId};
@@ -32,5 +35,6 @@ pub use pipeline::{Decision, Outcome, Pipeline, Verdict};
 pub use rates::{PrefillRate, RateBook, Rates};
 pub use reservations::{OutstandingReport, ReservationId, Reservations, TargetPromise, Work};
 pub use rounds::{PairDecision, RoundPlan, RoundSettings, decide_pair, plan_rounds};
+pub use saturation::{SATURATION_THRESHOLD, Saturation};
 pub use score::Score;
 pub use scorers::Memory;

@@ -9,9 +9,6 @@ use crate::{
     scorers::{Memory, Scorer},
 };
 
-/// Saturation that an unmeasured target has for each request in flight.
-const UNMEASURED_SATURATION: f64 = 0.25;
-
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Filter {
     AllowAll,
@@ -95,11 +92,12 @@ impl Pipeline {
     /// A name or a parameter is unknown or out of range, or the parts do not go together. The message lists what is valid.
     pub fn new(config: PipelineConfig) -> Result<Self, ConfigError> {
         if config.scorers.is_empty() {
-            return Err(ConfigError::new("the pipeline has no scorer"));
+            return Err(ConfigError::new("the pipeline has no scorer").at("scorers"));
         }
         let mut filters = Vec::new();
-        for step in &config.filters {
-            let (algorithm, values) = step.resolve(Stage::Filter)?;
+        for (position, step) in config.filters.iter().enumerate() {
+            let (algorithm, values) =
+                step.resolve(Stage::Filter).map_err(|error| error.at(&format!("filters[{position}]")))?;
             filters.push(match (algorithm.name, values.as_slice()) {
                 ("allow_all", _) => Filter::AllowAll,
                 ("saturation", &[threshold]) => Filter::Saturation { threshold },
@@ -110,20 +108,23 @@ impl Pipeline {
         }
         let mut scorers = Vec::new();
         let mut algorithms = Vec::new();
-        for step in &config.scorers {
-            let (algorithm, values) = step.resolve(Stage::Scorer)?;
+        for (position, step) in config.scorers.iter().enumerate() {
+            let place = format!("scorers[{position}]");
+            let (algorithm, values) = step.resolve(Stage::Scorer).map_err(|error| error.at(&place))?;
             if config.scorers.iter().filter(|other| other.algorithm == step.algorithm).count() > 1 {
-                return Err(ConfigError::new(format!("scorer {} is named twice", algorithm.name)));
+                let error = ConfigError::new(format!("scorer {} is named twice", algorithm.name));
+                return Err(error.at("algorithm").at(&place));
             }
             if !(step.weight.is_finite() && step.weight > 0.0) {
-                return Err(ConfigError::new(format!("scorer {}: weight must be above 0", algorithm.name)));
+                let error = ConfigError::new(format!("scorer {}: weight must be above 0", algorithm.name));
+                return Err(error.at("weight").at(&place));
             }
             let scorer = Scorer::new(algorithm.name, &values)
                 .ok_or_else(|| ConfigError::new(format!("scorer {} is not made", algorithm.name)))?;
             scorers.push((scorer, step.weight));
             algorithms.push(algorithm);
         }
-        let (algorithm, values) = config.picker.resolve(Stage::Picker)?;
+        let (algorithm, values) = config.picker.resolve(Stage::Picker).map_err(|error| error.at("picker"))?;
         let picker = match (algorithm.name, values.as_slice()) {
             ("max", &[epsilon, share, most]) => Picker::Max { epsilon, share, most },
             ("gamble_sampling", _) => Picker::GambleSampling,
@@ -154,6 +155,16 @@ impl Pipeline {
     #[must_use]
     pub fn config(&self) -> &PipelineConfig {
         &self.config
+    }
+
+    /// Saturation above which its filters leave a target out; none without the filter `saturation`.
+    #[must_use]
+    pub fn saturation_threshold(&self) -> Option<f64> {
+        let thresholds = self.filters.iter().filter_map(|filter| match filter {
+            Filter::Saturation { threshold } => Some(*threshold),
+            _ => None,
+        });
+        thresholds.min_by(f64::total_cmp)
     }
 
     /// In few words; see [`PipelineConfig::summary`].
@@ -235,7 +246,7 @@ impl Filter {
         };
         match self {
             Self::AllowAll => {}
-            Self::Saturation { threshold } => mark("saturated", &|one| saturation(one) > threshold),
+            Self::Saturation { threshold } => mark("saturated", &|one| one.saturation().is_above(threshold)),
             Self::Breaker => {
                 let has_whole = candidates
                     .iter()
@@ -251,19 +262,6 @@ impl Filter {
             }
         }
         is_saturated
-    }
-}
-
-/// How full a target is; 1 when as many requests are there as run at once.
-fn saturation(candidate: &Candidate) -> f64 {
-    if candidate.is_foreign {
-        return 0.0;
-    }
-    match (candidate.load, candidate.most_running) {
-        (Some(load), Some(most)) if most > 0 => {
-            (load.running + load.waiting).max(candidate.promise.count) as f64 / most as f64
-        }
-        _ => candidate.promise.count as f64 * UNMEASURED_SATURATION,
     }
 }
 

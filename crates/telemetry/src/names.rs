@@ -40,6 +40,28 @@ names! { METRICS:
     ROUTER_PROMISED_TOKENS = "kvist_router_promised_tokens";
     /// Targets by whether they take requests.
     ROUTER_TARGETS = "kvist_router_targets";
+    /// Decisions by what became of them.
+    ROUTER_SELECTIONS = "kvist_router_selections_total";
+    /// Candidates of decisions by how far they came.
+    ROUTER_CANDIDATES = "kvist_router_candidates_total";
+    /// Prompt tokens in caches: the most that a target had, those of the chosen one, those that its engine found.
+    ROUTER_HIT_TOKENS = "kvist_router_hit_tokens_total";
+    /// By how many prompt tokens a decision was wrong about the cache of its target.
+    ROUTER_CACHED_ERROR_TOKENS = "kvist_router_cached_error_tokens";
+    /// By how much a decision was wrong about the time to the first token.
+    ROUTER_FIRST_TOKEN_ERROR_SECONDS = "kvist_router_first_token_error_seconds";
+    /// Requests that wait at the door of their model.
+    ROUTER_QUEUED_REQUESTS = "kvist_router_queued_requests";
+    /// Time that requests waited at the door until they were let in or turned away.
+    ROUTER_QUEUE_SECONDS = "kvist_router_queue_seconds";
+    /// Requests that were not let in, by why.
+    ROUTER_ADMISSION_REFUSALS = "kvist_router_admission_refusals_total";
+    /// Targets by the state of their breaker.
+    ROUTER_BREAKERS = "kvist_router_breakers";
+    /// Breakers that opened.
+    ROUTER_BREAKER_OPENINGS = "kvist_router_breaker_openings_total";
+    /// Models whose resource says something that this router does not understand.
+    ROUTER_REFUSED_POLICIES = "kvist_router_refused_policies";
     /// Links to workers that were lost.
     LINK_LOSSES = "kvist_link_losses_total";
     /// Links to workers that stand.

@@ -69,6 +69,52 @@ def test_a_wrong_value_is_refused_by_path(spec: dict, field: str) -> None:
     assert refused(spec).keys() == {field}
 
 
+def test_a_policy_is_stored_as_it_is_written() -> None:
+    policy = {
+        "routing": {"scorers": [{"algorithm": "prefix", "weight": 2}, {"algorithm": "queue_depth"}]},
+        "admission": {"concurrency": {"maxConcurrentRequests": 8, "queueTimeout": "2m"}},
+    }
+    plain = parse_model_service({"engine": {"name": "sim"}, **policy}, name="smol").to_plain()
+    assert {name: plain[name] for name in policy} == policy
+    everything = parse_model_service({"engine": {"name": "sim"}, "admission": "allow_all"}, name="smol")
+    assert everything.to_plain()["admission"] == "allow_all"
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "hint"),
+    [
+        ({"routing": {"preset": "nosuch"}}, "routing.preset", "valid: kvist, foretoken"),
+        ({"routing": {"scorers": [{"algorithm": "nosuch"}]}}, "routing.scorers[0].algorithm", "kv_least_loaded"),
+        ({"routing": {"picker": {"algorithm": "round_robin"}}}, "routing.picker.algorithm", "power_of_two_choices"),
+        (
+            {"routing": {"scorer": {"algorithm": "cost", "parameters": {"wait": 1}}}},
+            "routing.scorers[0].parameters.wait",
+            "recomputeWeight",
+        ),
+        ({"routing": {"stages": []}}, "routing", "unknown field `stages`"),
+        ({"routing": "cost"}, "routing", "dictionary"),
+        ({"admission": "everybody"}, "admission", "allow_all"),
+        ({"admission": {"concurrency": {}}}, "admission.concurrency", "maxConcurrentRequests"),
+        (
+            {"admission": {"concurrency": {"maxConcurrentRequests": 0}}},
+            "admission.concurrency.maxConcurrentRequests",
+            "above 0",
+        ),
+    ],
+)
+def test_a_policy_that_no_router_would_take_is_refused_with_what_there_is(policy: dict, field: str, hint: str) -> None:
+    violations = refused({"engine": {"name": "sim"}, **policy})
+    assert violations.keys() == {f"spec.{field}"}
+    assert hint in violations[f"spec.{field}"]
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    assert refused({"engine": {"name": "sim"}, "replicas": -1, "routing": {"preset": "x"}}).keys() == {
+        "spec.replicas",
+        "spec.routing.preset",
+    }
+
+
 def test_identity_is_checked() -> None:
     violations = check_identity(api_version="v1", kind="Modelservice", name="Smol_2")
     assert [violation.field for violation in violations] == ["apiVersion", "kind", "metadata.name"]

@@ -1,5 +1,6 @@
 """Settings of the router: where it learns the cluster from, and where it may listen."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ routing:
         "picker": {"algorithm": "softmax"},
     }
     assert core_settings(read(controllers="a:1"))["routing"] == {}
+
+
+def test_the_core_gets_the_admission_that_was_set() -> None:
+    assert core_settings(read(controllers="a:1"))["admission"] == "allow_all"
+    limited = {"concurrency": {"maxConcurrentRequests": 4, "maxQueuedRequests": 9}}
+    assert core_settings(read(controllers="a:1", admission=json.dumps(limited)))["admission"] == limited
+    with pytest.raises(SettingsError, match="maxConcurrentRequests"):
+        read(controllers="a:1", admission='{"concurrency": {}}')
 
 
 def test_a_pipeline_that_there_is_not_stops_the_start_and_says_what_there_is() -> None:

@@ -262,6 +262,9 @@ def block_hashes(
 ) -> list[int]:
     """Kvist's block hashes of the whole blocks of a prompt."""
 
+def check_admission(admission: str) -> None:
+    """Refuses an admission, as JSON text, that no router would take; names the path of what is wrong."""
+
 def check_routing(routing: str) -> None:
     """Refuses a routing pipeline, as JSON text, that no router would take; says which names there are."""
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
+from google.protobuf import json_format
+
 from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY, AttachedEngine
 from kvist.controller.v1.controller_pb2 import AttachedEntry, ClusterState, DeadIncarnation, Model, Pool, WorkerEntry
 from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
@@ -87,6 +89,10 @@ def _model(service: ServiceRecord, contracts: Mapping[tuple[str, str], PoolContr
         ],
         deleting=service.deleted_at_unix_nanos is not None,
     )
+    if spec.routing is not None:
+        json_format.ParseDict(spec.routing, model.routing)
+    if spec.admission is not None:
+        json_format.ParseDict(spec.admission, model.admission)
     model.created_at.FromNanoseconds(service.created_at_unix_nanos)
     return model
 

@@ -1,14 +1,16 @@
 """Resources as people write them: checked, defaulted, and refused with the path of each wrong field."""
 
 import difflib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
-from kvist.errors import FieldViolation, invalid
+from kvist import _core
+from kvist.errors import FieldViolation, from_core, invalid
 
 API_VERSION = "kvist.dev/v1alpha1"
 MODEL_SERVICE_KIND = "ModelService"
@@ -66,6 +68,9 @@ class ModelServiceSpec(_Section):
     startup_timeout: Annotated[DurationSeconds, Field(gt=0)] = 600.0
     tokenizer_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
     hash_unit_tokens: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    # Routers read both; the core says here already what they would refuse.
+    routing: dict[str, Any] | None = None
+    admission: str | dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -115,11 +120,31 @@ def parse_model_service(spec: Mapping[str, Any], *, name: str) -> ModelServiceSp
         InvalidRequestError: INVALID_MANIFEST, with every wrong field.
     """
     defaulted = {"model": name, **spec} if isinstance(spec, Mapping) else spec
+    violations = [*_policy_violations(defaulted)] if isinstance(defaulted, Mapping) else []
     try:
-        return ModelServiceSpec.model_validate(defaulted)
+        checked = ModelServiceSpec.model_validate(defaulted)
     except ValidationError as error:
-        violations = [_violation(dict(one), ModelServiceSpec) for one in error.errors()]
+        violations += [_violation(dict(one), ModelServiceSpec) for one in error.errors()]
         raise invalid(violations, code=INVALID_MANIFEST) from None
+    if violations:
+        raise invalid(violations, code=INVALID_MANIFEST)
+    return checked
+
+
+def _policy_violations(spec: Mapping[str, Any]) -> Iterator[FieldViolation]:
+    """What the data plane would refuse."""
+    for field, check in (("routing", _core.check_routing), ("admission", _core.check_admission)):
+        value = spec.get(field)
+        if not isinstance(value, str | dict) or (field == "routing" and isinstance(value, str)):
+            # Absent, or of a type that the specification refuses by itself.
+            continue
+        try:
+            check(json.dumps(value))
+        except _core.CoreError as error:
+            for violation in from_core(error).fields:
+                yield FieldViolation(f"spec.{violation.field}", violation.description)
+        except TypeError as error:
+            yield FieldViolation(f"spec.{field}", str(error))
 
 
 def _violation(error: dict[str, Any], model: type[BaseModel]) -> FieldViolation:

@@ -56,6 +56,7 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "body_limit_bytes": settings.body_limit_bytes,
         "text_threads": settings.text_threads,
         "routing": settings.routing,
+        "admission": settings.admission or "allow_all",
     }
     if settings.bus.urls:
         core["nats_url"] = ",".join(settings.bus.urls)

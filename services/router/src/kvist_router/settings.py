@@ -51,8 +51,11 @@ class RouterSettings(Settings):
     text_threads: int = Field(default=0, ge=0, le=1_024)
     """Threads that tokenize long prompts; 0 for half of the processors."""
     routing: dict[str, Any] = Field(default_factory=dict)
-    """How targets are chosen: `{preset, filters, scorers, picker}` of docs/reference/algorithms.md. What is left out
-    is the preset's."""
+    """How targets are chosen for models whose resource does not say it: `{preset, filters, scorers, picker}` of
+    docs/reference/algorithms.md. What is left out is the preset's."""
+    admission: dict[str, Any] = Field(default_factory=dict)
+    """How many requests of a model run and wait, for models whose resource does not say it: `{concurrency: {...}}` of
+    docs/reference/modelservice.md. Everything is let in when it is empty."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and the admin server."""
 
@@ -67,6 +70,15 @@ class RouterSettings(Settings):
     def _is_pipeline(cls, value: dict[str, Any]) -> dict[str, Any]:
         try:
             _core.check_routing(json.dumps(value))
+        except _core.CoreError as error:
+            raise ValueError(from_core(error).message) from None
+        return value
+
+    @field_validator("admission")
+    @classmethod
+    def _is_admission(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            _core.check_admission(json.dumps(value or "allow_all"))
         except _core.CoreError as error:
             raise ValueError(from_core(error).message) from None
         return value

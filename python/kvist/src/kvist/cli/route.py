@@ -75,7 +75,15 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
     if decision.outcome:
         receipt = decision.receipt
         outcome = f"outcome {decision.outcome}: {receipt.cached_tokens} of {receipt.prompt_tokens} tokens cached"
-        typer.echo(outcome + first_token(decision))
+        if decision.HasField("predicted_cached_tokens"):
+            outcome += f", expected {decision.predicted_cached_tokens}"
+        typer.echo(outcome + first_token(decision) + wait(decision))
+
+
+def wait(decision: events_pb2.DecisionRecord) -> str:
+    """How long the request had waited before the decision, if it had."""
+    milliseconds = decision.queue_duration.ToMilliseconds()
+    return f"; had waited {milliseconds} ms to be let in" if milliseconds else ""
 
 
 def cost_columns(candidate: events_pb2.Candidate) -> tuple[str, str, str, str]:

@@ -958,6 +958,8 @@ class Model(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
     DELETING_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients say."""
     uid: _builtins.str
@@ -976,6 +978,19 @@ class Model(_message.Message):
     def created_at(self) -> _timestamp_pb2.Timestamp:
         """When its resource was made."""
 
+    @_builtins.property
+    def routing(self) -> _struct_pb2.Struct:
+        """How targets are chosen, `{preset, filters, scorers, picker}` as in docs/reference/algorithms.md; absent for the
+        router's own pipeline. A struct rather than a message, so that a router sees what it does not know, and keeps what it
+        had.
+        """
+
+    @_builtins.property
+    def admission(self) -> _struct_pb2.Value:
+        """How many requests run and wait at each router: `allow_all` or `{concurrency: {...}}` as in
+        docs/reference/modelservice.md; absent for the router's own.
+        """
+
     def __init__(
         self,
         *,
@@ -985,10 +1000,12 @@ class Model(_message.Message):
         pools: _abc.Iterable[Global___Pool] | None = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
         deleting: _builtins.bool = ...,
+        routing: _struct_pb2.Struct | None = ...,
+        admission: _struct_pb2.Value | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "created_at", b"created_at", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "created_at", b"created_at", "deleting", b"deleting", "name", b"name", "pools", b"pools", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "aliases", b"aliases", "created_at", b"created_at", "deleting", b"deleting", "name", b"name", "pools", b"pools", "routing", b"routing", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

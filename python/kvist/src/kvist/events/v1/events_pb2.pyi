@@ -587,6 +587,9 @@ class DecisionRecord(_message.Message):
     RECEIPT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    PREDICTED_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_DURATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id; begins with the router's name."""
     model: _builtins.str
@@ -605,6 +608,10 @@ class DecisionRecord(_message.Message):
     """1 for the first decision of a request, 2 for its retry."""
     outcome: _builtins.str
     """How the request ended: `stop`, `length`, `cancelled` or an error code; empty while it runs and for a dry run."""
+    predicted_cached_tokens: _builtins.int
+    """Prompt tokens that the chosen target was expected to have in its cache, recent decisions included; absent when
+    nobody was chosen. `receipt.cached_tokens` is what was delivered.
+    """
     @_builtins.property
     def decided_at(self) -> _timestamp_pb2.Timestamp:
         """When the decision was made, by the router's clock."""
@@ -625,6 +632,14 @@ class DecisionRecord(_message.Message):
     def time_to_first_token(self) -> _duration_pb2.Duration:
         """From the decision to the first token; absent before it."""
 
+    @_builtins.property
+    def predicted_time_to_first_token(self) -> _duration_pb2.Duration:
+        """What the decision expected it to be; absent when the scorer is not `cost` or nobody was chosen."""
+
+    @_builtins.property
+    def queue_duration(self) -> _duration_pb2.Duration:
+        """How long the request had waited to be admitted; absent for a dry run."""
+
     def __init__(
         self,
         *,
@@ -642,14 +657,22 @@ class DecisionRecord(_message.Message):
         receipt: Global___Receipt | None = ...,
         outcome: _builtins.str = ...,
         time_to_first_token: _duration_pb2.Duration | None = ...,
+        predicted_time_to_first_token: _duration_pb2.Duration | None = ...,
+        predicted_cached_tokens: _builtins.int | None = ...,
+        queue_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "receipt", b"receipt", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "_predicted_cached_tokens", b"_predicted_cached_tokens", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_time_to_first_token", b"predicted_time_to_first_token", "queue_duration", b"queue_duration", "receipt", b"receipt", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "attempt", b"attempt", "block_size_tokens", b"block_size_tokens", "candidates", b"candidates", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "model", b"model", "outcome", b"outcome", "policy", b"policy", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "receipt", b"receipt", "request_id", b"request_id", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "_predicted_cached_tokens", b"_predicted_cached_tokens", "attempt", b"attempt", "block_size_tokens", b"block_size_tokens", "candidates", b"candidates", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "model", b"model", "outcome", b"outcome", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_time_to_first_token", b"predicted_time_to_first_token", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "receipt", b"receipt", "request_id", b"request_id", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chosen_candidate: _TypeAlias = _typing.Literal["chosen_candidate"]  # noqa: Y015
     _WhichOneofArgType__chosen_candidate: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_cached_tokens: _TypeAlias = _typing.Literal["predicted_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__predicted_cached_tokens: _TypeAlias = _typing.Literal["_predicted_cached_tokens", b"_predicted_cached_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chosen_candidate) -> _WhichOneofReturnType__chosen_candidate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_cached_tokens) -> _WhichOneofReturnType__predicted_cached_tokens | None: ...
 
 Global___DecisionRecord: _TypeAlias = DecisionRecord  # noqa: Y015
 

@@ -184,6 +184,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ENGINE_EXTRAS_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CLASS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     include_stop_string: _builtins.bool
@@ -244,7 +245,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine_extras", b"engine_extras", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "engine_extras", b"engine_extras", "include_stop_string", b"include_stop_string", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_strings", b"stop_strings", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "class", b"class", "engine_extras", b"engine_extras", "include_stop_string", b"include_stop_string", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_strings", b"stop_strings", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,6 +738,9 @@ class SelectRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CLASS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     max_tokens: _builtins.int
@@ -745,6 +749,10 @@ class SelectRequest(_message.Message):
     """LoRA adapter; empty for the base model."""
     cache_salt: _builtins.str
     """Separates caches."""
+    priority: _builtins.int
+    """As in `GenerateRequest`."""
+    session_id: _builtins.str
+    """As in `GenerateRequest`."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt that will be sent."""
@@ -762,10 +770,12 @@ class SelectRequest(_message.Message):
         adapter: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         lease_duration: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "lease_duration", b"lease_duration", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "class", b"class", "lease_duration", b"lease_duration", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
