@@ -123,6 +123,21 @@ async def test_an_agents_session_and_a_watch_outlive_the_leader(tmp_path: Path) 
             assert after.version.revision > before.version.revision
 
 
+async def test_each_tells_whether_it_leads_and_whether_the_store_answers(tmp_path: Path) -> None:
+    async with leader_and_standby(tmp_path) as (first, second):
+
+        def numbers(running: Running) -> tuple[float | None, ...]:
+            registry = running.process.registry
+            wanted = ("kvist_leader", "kvist_store_up", "kvist_leader_changes_total")
+            return tuple(registry.get_sample_value(name) for name in wanted)
+
+        assert (1.0, 1.0, 1.0) == numbers(first)
+        assert (0.0, 1.0, 1.0) == numbers(second)
+        await first.leave()
+        while numbers(second) != (1.0, 1.0, 2.0):
+            await asyncio.sleep(0.02)
+
+
 async def test_a_call_that_was_passed_on_is_not_passed_on_again(tmp_path: Path) -> None:
     async with leader_and_standby(tmp_path) as (_, second):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -26,6 +26,7 @@ from kvist.store import (
     StateStore,
     StoreError,
     StoreFullError,
+    StoreRestoredError,
     UnknownOutcomeError,
 )
 from kvist.store.election import lead
@@ -195,8 +196,9 @@ async def test_a_store_that_went_back_begins_a_new_epoch(tmp_path: Path) -> None
     try:
         async with asyncio.timeout(SECONDS):
             await member.until_listening()
-            async with store_of(member.address) as store:
+            async with store_of(member.address) as store, store_of(member.address) as other:
                 first_epoch = store.epoch
+                assert first_epoch == other.epoch
                 await store.put("/kept", b"1")
                 member.kill()
                 shutil.copytree(tmp_path / "solo", tmp_path / "backup")
@@ -204,6 +206,7 @@ async def test_a_store_that_went_back_begins_a_new_epoch(tmp_path: Path) -> None
                 await member.until_listening()
                 for number in range(5):
                     await store.put("/lost", str(number).encode())
+                await other.get("/lost")
                 mirror = Mirror(store, "/", on_change=lambda _events: None)
                 following = asyncio.create_task(mirror.run())
                 await until("the mirror has both", lambda: len(mirror.contents) == 2)
@@ -216,6 +219,11 @@ async def test_a_store_that_went_back_begins_a_new_epoch(tmp_path: Path) -> None
                 following.cancel()
                 assert store.epoch > first_epoch
                 assert await store.get("/lost") is None
+                # All agree on one epoch, whoever noticed first.
+                with contextlib.suppress(StoreRestoredError):
+                    await other.list("/")
+                await other.list("/")
+                assert store.epoch == other.epoch
     finally:
         member.kill()
 

@@ -17,6 +17,7 @@ GRPC_SERVER_CALL_DURATION: Final = "kvist_grpc_server_call_duration_seconds"
 GRPC_SERVER_ACTIVE_CALLS: Final = "kvist_grpc_server_active_calls"
 
 # State store.
+STORE_UP: Final = "kvist_store_up"
 STORE_OPERATIONS: Final = "kvist_store_operations_total"
 STORE_OPERATION_DURATION: Final = "kvist_store_operation_duration_seconds"
 STORE_LEASES_EXPIRED: Final = "kvist_store_leases_expired_total"

@@ -16,7 +16,7 @@ from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
 from kvist.telemetry import logger
 from kvist_controller.control import Controller
-from kvist_controller.instance import Instance
+from kvist_controller.instance import PASSED_ON, Instance
 from kvist_controller.settings import RegistrySettings
 
 RETRY_SECONDS = 0.2
@@ -95,9 +95,11 @@ class AgentSession:
             failure = results[0]
             if isinstance(failure, KvistError):
                 _log.warning("agent_relay_failed", node_uid=self._node_uid, error_code=failure.code)
-                await asyncio.sleep(RETRY_SECONDS)
             elif isinstance(failure, Exception):
                 raise failure
+            if (leading, remote) == (self._instance.leading, self._instance.remote_leader()):
+                # It ended although nothing has changed here.
+                await asyncio.sleep(RETRY_SECONDS)
 
     def _introduction(self) -> pb.AgentHello:
         """The node as its agent has described it last."""
@@ -158,7 +160,8 @@ class AgentSession:
             KvistError: The leader does not answer, or has hung up.
         """
         with rpc_errors():
-            call = (await self._instance.leader_stub()).Register(self._relayed_requests())
+            stub = await self._instance.leader_stub()
+            call = stub.Register(self._relayed_requests(), metadata=((PASSED_ON, "1"),))
             try:
                 while isinstance(response := await call.read(), pb.RegisterResponse):
                     await self._write(response)

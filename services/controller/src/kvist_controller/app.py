@@ -6,6 +6,7 @@ from functools import partial
 from kvist.admin import AdminServer
 from kvist.controller.v1.controller_pb2 import DESCRIPTOR
 from kvist.controller.v1.controller_pb2_grpc import add_ControllerServiceServicer_to_server
+from kvist.election_metrics import ElectionMetrics
 from kvist.errors import PreconditionError
 from kvist.grpc import GrpcServer, Registration
 from kvist.grpc.client import TlsFiles
@@ -36,6 +37,12 @@ class ControllerApp:
         self._process = process
         self._settings = process.settings
         self._keys = Keys(process.settings.cluster)
+        self._instance: Instance | None = None
+        self._metrics = ElectionMetrics(
+            process.registry,
+            is_leading=lambda: self._instance is not None and self._instance.leading is not None,
+            is_store_up=lambda: self._instance is not None and self._instance.follower.is_current,
+        )
 
     async def run(self) -> None:
         """Serves until the process is asked to stop."""
@@ -72,6 +79,7 @@ class ControllerApp:
             published,
             peer_tls=None if tls is None else TlsFiles(ca_file=tls),
         )
+        self._instance = instance
         service = ControllerService(instance, settings.registry)
         server = GrpcServer(
             settings.grpc,
@@ -92,6 +100,7 @@ class ControllerApp:
                     group.create_task(follower.run())
                     group.create_task(self._lead_again_and_again(store, instance))
                     group.create_task(self._become_ready(instance, server))
+                    group.create_task(self._count_leaders(follower))
             finally:
                 process.readiness.block("stopping", "the process is being stopped")
                 await server.stop(grace_seconds=0.2)
@@ -104,6 +113,12 @@ class ControllerApp:
             await changes.after(changes.number)
         self._process.readiness.clear("leadership")
         await server.set_serving(True)
+
+    async def _count_leaders(self, follower: Follower) -> None:
+        while True:
+            number = follower.leader_changes.number
+            self._metrics.note_leader("" if follower.leader is None else follower.leader.encode())
+            await follower.leader_changes.after(number)
 
     async def _lead_again_and_again(self, store: StateStore, instance: Instance) -> None:
         settings = self._settings

@@ -14,6 +14,9 @@ from kvist_controller.follower import Follower
 from kvist_controller.published import PublishedState
 from kvist_controller.records import LeaderRecord, ServiceRecord
 
+# Marks a call that another controller has passed on, so that none goes in a circle.
+PASSED_ON = "kvist-passed-on"
+
 if TYPE_CHECKING:
     from kvist.controller.v1.controller_pb2_grpc import ControllerServiceAsyncStub
 
@@ -70,7 +73,7 @@ class Instance:
             KvistError: NOT_READY, when nobody leads, or this process is about to.
         """
         leader = self.remote_leader()
-        if leader is None:
+        if leader is None or not leader.address:
             raise not_leading()
         if self._peer is None or self._peer[0] != leader.address:
             await self.close()

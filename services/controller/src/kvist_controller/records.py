@@ -41,8 +41,11 @@ class LeaderRecord:
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """As it was stored."""
-        return cls(**json.loads(value))
+        """As it was stored; an older controller wrote its name alone, and cannot be reached by others."""
+        try:
+            return cls(**json.loads(value))
+        except ValueError:
+            return cls(value.decode(errors="replace"), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvist.errors import InvalidRequestError, NotFoundError, invalid, invalid_fi
 from kvist.telemetry import logger
 from kvist_controller.agent_session import AgentSession
 from kvist_controller.control import not_leading
-from kvist_controller.instance import Instance
+from kvist_controller.instance import PASSED_ON, Instance
 from kvist_controller.plain import from_struct, to_struct
 from kvist_controller.records import ServiceRecord
 from kvist_controller.resources import (
@@ -29,8 +29,6 @@ from kvist_controller.settings import RegistrySettings
 DEFAULT_PAGE_SIZE = 100
 LARGEST_PAGE_SIZE = 1_000
 PASS_ON_TIME_LIMIT_SECONDS = 10.0
-# Marks a call that another controller has passed on, so that none goes in a circle.
-_PASSED_ON = "kvist-passed-on"
 
 _log = logger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -145,6 +143,8 @@ class ControllerService(ControllerServiceServicer):
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> None:
         """An agent's session, whoever leads."""
+        if self._instance.leading is None:
+            _refuse_circles(context)
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
             raise invalid_field("hello", "must be the first message")
@@ -193,15 +193,19 @@ class ControllerService(ControllerServiceServicer):
 
     async def _ask_leader(self, method: str, request: Any, context: _Context) -> Any:
         """Passes a call on to the controller that leads."""
-        if any(key == _PASSED_ON for key, _ in context.invocation_metadata() or ()):
-            # Whoever passed it on believes that this process leads, which it does not yet or no more.
-            raise not_leading()
+        _refuse_circles(context)
         remaining_seconds = context.time_remaining() or PASS_ON_TIME_LIMIT_SECONDS
         with rpc_errors():
             stub = await self._instance.leader_stub()
             return await getattr(stub, method)(
-                request, timeout=min(remaining_seconds, PASS_ON_TIME_LIMIT_SECONDS), metadata=((_PASSED_ON, "1"),)
+                request, timeout=min(remaining_seconds, PASS_ON_TIME_LIMIT_SECONDS), metadata=((PASSED_ON, "1"),)
             )
+
+
+def _refuse_circles(context: _Context) -> None:
+    """Refuses what was passed on by a controller that takes this one for the leader, which it is not yet or no more."""
+    if any(key == PASSED_ON for key, _ in context.invocation_metadata() or ()):
+        raise not_leading()
 
 
 def to_resource(service: ServiceRecord) -> pb.Resource:

@@ -67,6 +67,7 @@ async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) 
     standing = Standing(
         settings.store, cluster=settings.cluster, name=settings.name, lease_seconds=settings.leader_lease_seconds
     )
+    standing.measure(process.registry)
     service = KvMasterService(index, standing)
     async with AsyncExitStack() as stack:
         admin = await stack.enter_async_context(

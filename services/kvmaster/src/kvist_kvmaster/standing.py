@@ -4,6 +4,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry
+
+from kvist.election_metrics import ElectionMetrics
 from kvist.kvmaster.v1.kvmaster_pb2 import INSTANCE_ROLE_LEADER, INSTANCE_ROLE_STANDBY, InstanceRole
 from kvist.settings import StoreSettings
 from kvist.state_store import open_store
@@ -43,11 +46,22 @@ class Standing:
         self.catalogue: Catalogue | None = None
         # Name of whoever leads, as the store says.
         self.leader_name = ""
+        self._election: Mirror | None = None
+        self._metrics: ElectionMetrics | None = None
 
     @property
     def has_store(self) -> bool:
         """Whether there is a store to elect by."""
         return self._settings is not None
+
+    def measure(self, registry: CollectorRegistry) -> None:
+        """Tells `/metrics` of the election; nothing without a store."""
+        if self.has_store:
+            self._metrics = ElectionMetrics(
+                registry,
+                is_leading=lambda: self.leadership is not None,
+                is_store_up=lambda: self._election is not None and self._election.is_current,
+            )
 
     @property
     def leadership(self) -> Leadership | None:
@@ -91,8 +105,10 @@ class Standing:
         def note_leader(_events: object) -> None:
             found = leader.contents.get(election)
             self.leader_name = "" if found is None else found.value.decode()
+            if self._metrics is not None:
+                self._metrics.note_leader(self.leader_name)
 
-        leader = Mirror(store, election, on_change=note_leader)
+        leader = self._election = Mirror(store, election, on_change=note_leader)
         self.catalogue = catalogue
         async with asyncio.TaskGroup() as group:
             group.create_task(catalogue.run())

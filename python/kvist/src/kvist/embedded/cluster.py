@@ -269,6 +269,7 @@ class EmbeddedCluster:
             {
                 "cluster": CLUSTER_NAME,
                 "controllers": self.addresses["controller"],
+                "store.path": self._layout.state_path,
                 "bus.urls": f"nats://{self._nats_address()}",
                 "worker_threads": 1,
                 "grpc.listen": announced.get("grpc_address", LOOPBACK_FREE_PORT),

@@ -96,6 +96,19 @@ class EtcdStore(StateStore):
                 self._epoch = epoch
                 return epoch
 
+    async def _enter_epoch_of_restored(self) -> None:
+        """Begins a new epoch, unless another process has noticed first."""
+        found, _ = await self._read_epoch()
+        if not self._adopt_epoch(found):
+            await self.declare_restored()
+
+    def _adopt_epoch(self, found: KeyValue | None) -> bool:
+        """Takes the stored epoch when it is newer; returns whether it is."""
+        stored = 0 if found is None else int(json.loads(found.value)["epoch"])
+        is_newer = stored > self._epoch
+        self._epoch = max(self._epoch, stored)
+        return is_newer
+
     async def _enter_epoch(self) -> int:
         while True:
             found, cluster_id = await self._read_epoch()
@@ -130,6 +143,8 @@ class EtcdStore(StateStore):
                 return await self._list(prefix)
 
     async def _list(self, prefix: str) -> Listing:
+        # Another process may have noticed a restored store first.
+        self._adopt_epoch((await self._read_epoch())[0])
         start, end = self._range(prefix)
         items: list[KeyValue] = []
         revision = 0
@@ -214,7 +229,7 @@ class EtcdStore(StateStore):
         if 0 < revision < floor:
             self._floor = 0
             _log.error("store_restored", seen_revision=floor, revision=revision)
-            await self.declare_restored()
+            await self._enter_epoch_of_restored()
             raise StoreRestoredError(f"etcd went back from revision {floor} to {revision}: everything is read again")
         self._floor = max(self._floor, revision)
         return response
