@@ -24,6 +24,7 @@ from kvist.store import (
     Put,
     StateStore,
     StoreError,
+    StoreFullError,
     TooLargeError,
 )
 from kvist.store.interface import LARGEST_VALUE_BYTES, MOST_OPERATIONS
@@ -322,6 +323,24 @@ async def test_what_is_too_large_is_refused_before_it_is_sent(store: StateStore)
     with pytest.raises(TooLargeError):
         await store.commit([Put(f"/{number}", bytes(LARGEST_VALUE_BYTES // 2)) for number in range(3)])
     assert (await store.list("")).revision == revision + 1
+
+
+async def test_a_full_disk_takes_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "s") as store:
+        await store.put("/kept", b"1")
+        connection = store._db
+        connection.execute("PRAGMA max_page_count = 40")
+        with pytest.raises(StoreFullError):
+            for number in range(40):
+                await store.put(f"/{number}", bytes(10_000))
+        revision = (await store.list("/")).revision
+        with pytest.raises(StoreFullError):
+            await store.put("/late", bytes(200_000))
+        listing = await store.list("/")
+        assert listing.revision == revision
+        assert "/late" not in {item.key for item in listing.items}
+        connection.execute("PRAGMA max_page_count = 10000")
+        assert await store.put("/late", b"1") == revision + 1
 
 
 async def test_a_long_listing_is_whole_and_of_one_revision(store: StateStore) -> None:

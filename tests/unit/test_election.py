@@ -82,3 +82,35 @@ async def test_a_cancelled_candidate_leaves_no_claim(tmp_path: Path) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await waiting
         assert await store.get(KEY) is None
+
+
+async def test_a_fence_also_grows_when_the_store_is_restored_or_replaced(tmp_path: Path) -> None:
+    """Agents keep the highest fence they have seen, and a restored store counts revisions from an older one on."""
+    async with asyncio.timeout(20):
+        async with SqliteStore(tmp_path / "old") as store:
+            for number in range(50):
+                await store.put("/many", str(number).encode())
+            async with lead(store, KEY, identity="one", ttl_seconds=5) as first:
+                assert first.create_revision > 50
+        async with SqliteStore(tmp_path / "new") as store, lead(store, KEY, identity="one", ttl_seconds=5) as second:
+            assert second.create_revision == 1
+            assert second.fence > first.fence
+        async with SqliteStore(tmp_path / "new") as store:
+            await store.declare_restored()
+            async with lead(store, KEY, identity="one", ttl_seconds=5) as third:
+                assert third.fence > second.fence
+
+
+async def test_a_leader_that_was_paused_past_its_lease_knows_before_it_acts(tmp_path: Path) -> None:
+    now = [100.0]
+    async with (
+        asyncio.timeout(20),
+        SqliteStore(tmp_path / "s") as store,
+        lead(store, KEY, identity="one", ttl_seconds=60, clock=lambda: now[0]) as leadership,
+    ):
+        assert leadership.is_certain
+        now[0] += 59
+        assert leadership.is_certain
+        now[0] += 1
+        # Nothing has run since: no renewal, no answer of the store.
+        assert not leadership.is_certain

@@ -40,6 +40,7 @@ from kvist.store.interface import (
     Put,
     StateStore,
     StoreError,
+    StoreFullError,
     check_commit,
 )
 
@@ -259,10 +260,12 @@ class SqliteStore(StateStore):
         connection.execute(f"BEGIN {kind}")
         try:
             yield
+            connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            # A full disk has rolled back already.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
             raise
-        connection.execute("COMMIT")
 
     def _read_meta(self, name: str) -> int | str:
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
@@ -363,6 +366,8 @@ class SqliteStore(StateStore):
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         except sqlite3.Error as failure:
+            if getattr(failure, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                raise StoreFullError(f"there is no room for the store: {failure}") from failure
             raise StoreError(f"the store failed: {failure}") from failure
         except RuntimeError as failure:
             if self._closed.is_set():
