@@ -154,6 +154,26 @@ async def test_closing_ends_watches(opener: Callable[[], StateStore]) -> None:
             await watcher
 
 
+async def test_closing_ends_everything_that_waits_with_an_error(opener: Callable[[], StateStore]) -> None:
+    """Watches at whatever point they are, and calls; none ends as if it had been cancelled."""
+    async with asyncio.timeout(LIMIT_SECONDS):
+        for pauses in range(12):
+            store = opener()
+            await store.__aenter__()
+            waiting: list[asyncio.Future[object]] = [
+                asyncio.ensure_future(anext(store.watch("/none", after_revision=0)))
+            ]
+            lease = await store.grant_lease(60)
+            waiting += [asyncio.ensure_future(call) for call in (store.keep_alive(lease), store.get("/a"))]
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            await store.__aexit__(None, None, None)
+            done = await asyncio.gather(*waiting, return_exceptions=True)
+            assert not any(isinstance(result, asyncio.CancelledError) for result in done), done
+            with pytest.raises(StoreError):
+                await store.get("/a")
+
+
 async def test_a_lease_takes_its_keys_along(tmp_path: Path) -> None:
     now = [100.0]
     async with asyncio.timeout(LIMIT_SECONDS), SqliteStore(tmp_path / "s", clock=lambda: now[0]) as store:

@@ -20,7 +20,7 @@ import grpc
 from kvist import telemetry
 from kvist.etcd.api.rpc_pb2 import AuthenticateRequest
 from kvist.etcd.api.rpc_pb2_grpc import AuthStub
-from kvist.etcd.failures import Verdict, judge, to_store_error
+from kvist.etcd.failures import Verdict, is_own_cancellation, judge, to_store_error
 from kvist.grpc.client import TlsFiles
 from kvist.store.interface import AccessError, StoreError, UnknownOutcomeError
 
@@ -172,6 +172,7 @@ class EtcdEndpoints:
         self._clock = clock
         self._members = [_Member(address, options.tls) for address in options.endpoints]
         self._current = 0
+        self._is_closed = False
         self._token = ""
         self._authenticating = asyncio.Lock()
         self.attempt_seconds = min(LONGEST_ATTEMPT_SECONDS, options.time_limit_seconds / len(options.endpoints))
@@ -182,6 +183,7 @@ class EtcdEndpoints:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._is_closed = True
         for member in self._members:
             await member.close()
 
@@ -196,6 +198,8 @@ class EtcdEndpoints:
         limit_seconds = self.options.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         deadline = self._clock() + limit_seconds
         for attempt in range(1_000_000):
+            if self._is_closed:
+                raise StoreError("the store was closed")
             remaining = deadline - self._clock()
             member = self._members[self._current]
             try:
@@ -273,6 +277,10 @@ class EtcdEndpoints:
                     timeout=min(remaining, self.attempt_seconds) if is_repeatable else remaining,
                     metadata=connection.metadata,
                 )
+            except asyncio.CancelledError:
+                if is_own_cancellation() or not self._is_closed:
+                    raise
+                raise UnknownOutcomeError("the store was closed during a call") from None
             except grpc.aio.AioRpcError as failure:
                 match judge(failure):
                     case Verdict.AUTHENTICATE:

@@ -5,6 +5,7 @@ etcd tells errors apart by their text; the texts are those of `api/v3rpc/rpctype
 
 from __future__ import annotations
 
+import asyncio
 import enum
 
 import grpc
@@ -53,6 +54,12 @@ def judge(failure: grpc.aio.AioRpcError) -> Verdict:
     if "too many requests" in text or "not supported for learner" in text:
         return Verdict.NOT_DONE
     return Verdict.UNKNOWN if failure.code() in _LOST_CODES else Verdict.FINAL
+
+
+def is_own_cancellation() -> bool:
+    """Whether a `CancelledError` that was caught is of this task, and not of a call whose channel was closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def is_token_stale(text: str) -> bool:

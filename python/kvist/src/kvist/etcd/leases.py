@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -36,17 +36,32 @@ class _Stream:
         self.failure: grpc.aio.AioRpcError | None = None
 
     async def ask(self, lease_id: int) -> int:
-        """The seconds that the lease has got; 0 when it has ended."""
-        if self.reader.done():
-            raise _StreamEndedError
+        """The seconds that the lease has got; 0 when it has ended.
+
+        Raises:
+            _StreamEndedError: The stream ended before the answer came.
+        """
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(lease_id, deque()).append(answer)
+        writing = asyncio.ensure_future(self._write(lease_id))
         try:
-            async with self._writing:
+            # A write on a call that was cancelled early never ends, so it is not waited for alone.
+            ends: set[asyncio.Future[Any]] = {answer, self.reader}
+            await asyncio.wait({*ends, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and not self.reader.done():
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+        if not answer.done() or answer.exception() is not None:
+            raise _StreamEndedError
+        return answer.result()
+
+    async def _write(self, lease_id: int) -> None:
+        async with self._writing:
+            # What goes wrong here is the end of the stream, which the reader sees.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.write(LeaseKeepAliveRequest(ID=lease_id))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as failure:
-            raise _StreamEndedError from failure
-        return await answer
 
     async def _read(self) -> None:
         try:
@@ -61,12 +76,15 @@ class _Stream:
         except grpc.aio.AioRpcError as failure:
             self.failure = failure
         finally:
-            for answers in self._waiting.values():
-                for answer in answers:
-                    if not answer.done():
-                        answer.set_exception(_StreamEndedError())
-                        # Whoever waited may be gone.
-                        answer.exception()
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        for answers in self._waiting.values():
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(_StreamEndedError())
+                    # Whoever waited may be gone.
+                    answer.exception()
 
     async def close(self) -> None:
         """Ends the stream."""
@@ -74,6 +92,8 @@ class _Stream:
         self.reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.reader
+        # A reader that had not begun yet has told nobody.
+        self._fail_all()
 
 
 class LeaseKeeper:

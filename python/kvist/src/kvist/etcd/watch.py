@@ -17,7 +17,7 @@ from kvist.etcd.api.kv_pb2 import Event
 from kvist.etcd.api.rpc_pb2 import WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse
 from kvist.etcd.api.rpc_pb2_grpc import WatchStub
 from kvist.etcd.endpoints import Connection, EtcdEndpoints
-from kvist.etcd.failures import is_token_stale
+from kvist.etcd.failures import is_own_cancellation, is_token_stale
 from kvist.store.interface import AccessError, CompactedError, StoreError
 
 # A stream that was silent for so long is asked for its progress, and left when it is silent for as long again.
@@ -90,7 +90,8 @@ async def _stream(
         create = WatchCreateRequest(
             key=key, range_end=range_end, start_revision=after_revision + 1, progress_notify=True, fragment=True
         )
-        await call.write(WatchRequest(create_request=create))
+        async with asyncio.timeout(SILENCE_SECONDS):
+            await call.write(WatchRequest(create_request=create))
         while True:
             reading = reading or asyncio.ensure_future(call.read())
             done, _ = await asyncio.wait({reading}, timeout=SILENCE_SECONDS)
@@ -98,7 +99,8 @@ async def _stream(
                 if is_asked:
                     raise _BrokenError("it says nothing")
                 is_asked = True
-                await call.write(WatchRequest(progress_request=WatchProgressRequest()))
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    await call.write(WatchRequest(progress_request=WatchProgressRequest()))
                 continue
             response, reading = _result(reading), None
             is_asked = False
@@ -112,8 +114,12 @@ async def _stream(
             if not response.fragment:
                 events, fragments = fragments, []
                 yield response.header.revision, events
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as failure:
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as failure:
         raise _BrokenError(str(failure)) from failure
+    except asyncio.CancelledError:
+        if is_own_cancellation():
+            raise
+        raise _BrokenError("the channel was closed") from None
     finally:
         call.cancel()
         if reading is not None:
