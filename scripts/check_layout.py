@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED: dict[str, set[str]] = {
     "proto": set(),
     "errors": set(),
+    "doors": {"errors"},
     "blocks": set(),
     "index": {"blocks"},
     "ledger": {"blocks"},
@@ -26,12 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "dialect": {"errors"},
     "twin": {"schedule", "index", "ledger", "blocks"},
     "telemetry": set(),
-    "link": {"proto", "errors"},
+    "link": {"proto", "errors", "doors"},
     "history": {"proto", "errors", "blocks", "ledger", "telemetry"},
-    "events": {"history", "index", "ledger", "blocks", "proto", "errors", "telemetry"},
-    "worker": {"proto", "errors", "blocks", "ledger", "history", "twin", "link", "telemetry"},
-    "router": {"proto", "errors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
-    "edge": {"proto", "errors", "dialect", "router", "telemetry"},
+    "events": {"history", "index", "ledger", "blocks", "proto", "errors", "doors", "telemetry"},
+    "worker": {"proto", "errors", "doors", "blocks", "ledger", "history", "twin", "link", "telemetry"},
+    "router": {"proto", "errors", "doors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
+    "edge": {"proto", "errors", "doors", "dialect", "router", "telemetry"},
 }
 PURE = ("blocks", "index", "ledger", "schedule", "text", "dialect", "twin")
 IMPURE = re.compile(r"\b(std::(net|fs|process|env)\b|tokio::|SystemTime::now|Instant::now|thread::sleep|rand::rng\(\))")

@@ -6,9 +6,13 @@ import os
 import signal
 from pathlib import Path
 
+import grpc
+import pytest
+
 from kvist.controller.v1 import controller_pb2 as pb
+from kvist.errors import from_rpc_error
 from support.agent_session import agent_of
-from support.control_plane import ClusterReader, control_plane, manifest
+from support.control_plane import ClusterReader, ScriptedAgent, control_plane, manifest
 
 LIMIT_SECONDS = 40
 
@@ -50,3 +54,28 @@ async def test_workers_run_on_while_the_controller_is_away(tmp_path: Path) -> No
                 await plane.controller.order_changes.after(plane.controller.order_changes.number)
             assert plane.controller.cluster_state == before
             assert slots.statuses()[0].process_id == process_id
+
+
+async def test_an_agent_joins_with_the_right_token_alone_and_as_soon_as_it_has_it(tmp_path: Path) -> None:
+    wanted, shown = tmp_path / "wanted", tmp_path / "shown"
+    wanted.write_text("a" * 32)
+    shown.write_text("b" * 32)
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        control_plane(tmp_path / "s", join_token_file=wanted) as plane,
+        agent_of(tmp_path / "without", [plane.address]),
+        agent_of(tmp_path / "wrong", [plane.address], join_token_file=shown),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ScriptedAgent(plane.stub).__aenter__()
+        refusal = from_rpc_error(caught.value)
+        assert refusal.code == "PERMISSION_DENIED"
+        assert "join_token_file" in refusal.message
+        assert plane.controller.node_entries() == []
+        # The agent reads its file again, and the controller did not have to be asked twice.
+        shown.write_text("a" * 32)
+        while not plane.controller.node_entries():
+            await plane.controller.order_changes.after(plane.controller.order_changes.number)
+        assert [node.inventory.node_uid for node in plane.controller.node_entries()] == [
+            StateFolder(tmp_path / "wrong").node_uid()
+        ]

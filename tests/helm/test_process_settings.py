@@ -26,30 +26,36 @@ MODELS = {
     "kvmaster": KvMasterSettings,
     "agent": AgentSettings,
 }
+# Of every server.
+TLS = ("tls_certificate_file", "tls_key_file", "tls_client_ca_file", "tls_role_uri")
 # What the chart decides by itself.
 OWN = {
     "router": {
         "name", "http_listen", "grpc_listen", "insecure", "controllers", "controller_tls_ca_file",
         "cluster_state_file", "last_state_file", "bus", "kvmasters", "api_keys_file", "telemetry",
+        *TLS, "tls_ca_file", "tls_client_optional",
+        "http_tls_certificate_file", "http_tls_key_file", "http_tls_client_ca_file",
     },
     "controller": {
-        "name", "cluster", "store", "telemetry", "advertised_address", "controller_tls_ca_file",
-        "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
+        "name", "cluster", "store", "telemetry", "advertised_address", "controller_tls_ca_file", "tls_ca_file",
+        "join_token_file", "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
     },
     "kvmaster": {
-        "name", "cluster", "controllers", "controller_tls_ca_file", "bus", "telemetry", "store",
-        "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
+        "name", "cluster", "controllers", "controller_tls_ca_file", "bus", "telemetry", "store", "tls_ca_file",
+        "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
     },
     "agent": {
         "node_name", "state_folder", "controllers", "controller_tls_ca_file", "advertised_host", "bus", "telemetry",
         "workers.command", "workers.stop_on_exit", "workers.listen_host", "workers.insecure",
-        "grpc.listen", "grpc.insecure", "grpc.tls_certificate_file", "grpc.tls_key_file", "grpc.tls_client_ca_file",
+        "workers.reflection", "workers.open_services", *(f"workers.{name}" for name in TLS),
+        "tls_ca_file", "join_token_file", "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
     },
     # The first line is the chart's, the others are the agent's.
     "worker": {
         "grpc_listen", "admin_listen", "insecure", "telemetry",
         "worker_uid", "model", "namespace", "pool_uid", "pool_revision", "role", "hash_seed",
         "incarnation_floor", "drain_time_limit_ms", "engine", "engine_arguments",
+        "reflection", "open_services", *TLS,
     },
 }  # fmt: skip
 # What a process writes; the KV master writes nothing.

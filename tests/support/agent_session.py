@@ -19,7 +19,9 @@ from support.fake_worker_command import fake_worker_command
 
 
 @contextlib.asynccontextmanager
-async def agent_of(root: Path, addresses: list[str]) -> AsyncIterator[WorkerSlots]:
+async def agent_of(
+    root: Path, addresses: list[str], *, join_token_file: Path | None = None
+) -> AsyncIterator[WorkerSlots]:
     """An agent without its own server and bus; its workers end with it."""
     folder = StateFolder(root)
 
@@ -45,6 +47,7 @@ async def agent_of(root: Path, addresses: list[str]) -> AsyncIterator[WorkerSlot
                 (), folder=folder.attached, node_uid=inventory.node_uid, registry=CollectorRegistry()
             ),
             on_welcome=lambda _: None,
+            join_token_file=join_token_file,
         )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(session.run(channels))

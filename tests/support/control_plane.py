@@ -46,6 +46,7 @@ async def control_plane(
     replace_after_seconds: float = 30.0,
     listen: str = "127.0.0.1:0",
     silence: Silence | None = None,
+    join_token_file: Path | None = None,
 ) -> AsyncIterator[ControlPlane]:
     async with (
         SqliteStore(path) as store,
@@ -57,7 +58,10 @@ async def control_plane(
         await controller.load()
         registry = RegistrySettings(lease_seconds=lease_seconds, heartbeat_interval_seconds=lease_seconds / 5)
         instance = Instance(
-            LeaderRecord("test", ""), Follower(store, Keys("test"), published), published, peer_tls=None
+            LeaderRecord("test", ""),
+            Follower(store, Keys("test"), published),
+            published,
+            join_token_file=join_token_file,
         )
         instance.set_leading(controller)
         servicer = ControllerService(instance, registry)

@@ -100,3 +100,18 @@ def test_plain_text_off_loopback_must_be_wanted() -> None:
     assert ListenSettings(listen="10.0.0.1:7000", insecure=True).insecure
     with pytest.raises(ValueError, match="go together"):
         ListenSettings(tls_certificate_file=Path("cert.pem"))
+    with pytest.raises(ValueError, match="needs tls_certificate_file"):
+        ListenSettings(tls_client_ca_file=Path("ca.pem"))
+    files = {"tls_certificate_file": Path("cert.pem"), "tls_key_file": Path("key.pem")}
+    assert not ListenSettings(listen="10.0.0.1:7000", **files).insecure
+
+
+def test_a_door_in_the_core_gets_paths_that_hold_in_any_folder() -> None:
+    files = {"tls_certificate_file": Path("cert.pem"), "tls_key_file": Path("/k/key.pem")}
+    assert ListenSettings(**files, open_services=("health",), reflection=False).core_door() == {
+        "tls_certificate_file": str(Path.cwd() / "cert.pem"),
+        "tls_key_file": "/k/key.pem",
+        "tls_role_uri": "",
+        "open_services": ["health"],
+        "reflection": False,
+    }

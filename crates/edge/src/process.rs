@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
+use kvist_doors::{ClientTls, Door, DoorKind};
 use kvist_errors::{Code, KvistError};
 use kvist_router::{ApiKeys, GrpcServer, Router, RouterCore, RouterSettings, RouterStatus, maintain};
 use kvist_telemetry::{AdminServer, Metrics, ReadyFlag};
@@ -54,7 +55,10 @@ impl RouterProcess {
         settings.check_bus()?;
         let ready = ReadyFlag::new("waiting for the first cluster state");
         let keys = Arc::new(ApiKeys::load(settings.api_keys_file.clone())?);
-        let core = RouterCore::new(&settings, &metrics, ready.clone());
+        let tls = ClientTls::open(&settings.tls)?;
+        let grpc_door = Door::open(&settings.grpc_door, DoorKind::Grpc)?;
+        let http_door = Door::open(&settings.http_door, DoorKind::Http)?;
+        let core = RouterCore::new(&settings, tls.as_ref(), &metrics, ready.clone());
         let cannot_listen = |field: &'static str| {
             move |error: std::io::Error| {
                 KvistError::field(Code::InvalidArgument, field, format!("cannot be listened on: {error}"))
@@ -65,7 +69,7 @@ impl RouterProcess {
         })?;
         let admin =
             AdminServer::start(admin_listen, metrics, ready.clone()).await.map_err(cannot_listen("admin_listen"))?;
-        let grpc = GrpcServer::start(&settings.grpc_listen, Arc::clone(&core), Arc::clone(&keys))
+        let grpc = GrpcServer::start(&settings.grpc_listen, &grpc_door, Arc::clone(&core), Arc::clone(&keys))
             .await
             .map_err(cannot_listen("grpc_listen"))?;
         let edge_settings = EdgeSettings {
@@ -74,7 +78,7 @@ impl RouterProcess {
             keep_alive_interval: Duration::from_millis(settings.keep_alive_interval_ms),
         };
         let generate = Arc::new(Router(Arc::clone(&core)));
-        let edge = EdgeServer::start(&edge_settings, generate, Arc::clone(&keys), ready)
+        let edge = EdgeServer::start(&edge_settings, &http_door, generate, Arc::clone(&keys), ready)
             .await
             .map_err(cannot_listen("http_listen"))?;
         let addresses = RouterAddresses {

@@ -2,14 +2,16 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
+use futures::StreamExt as _;
 use hyper::service::service_fn;
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
     server::conn::auto,
 };
+use kvist_doors::{Door, DoorStream, Incoming};
 use kvist_router::{ApiKeys, Generate};
 use kvist_telemetry::ReadyFlag;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio_util::{
     sync::CancellationToken,
     task::{AbortOnDropHandle, TaskTracker},
@@ -52,6 +54,7 @@ impl EdgeServer {
     /// The address cannot be listened on.
     pub async fn start(
         settings: &EdgeSettings,
+        door: &Arc<Door>,
         generate: Arc<dyn Generate>,
         keys: Arc<ApiKeys>,
         ready: ReadyFlag,
@@ -65,7 +68,8 @@ impl EdgeServer {
             body_limit_bytes: settings.body_limit_bytes,
         });
         let (closing, ending, connections) = (CancellationToken::new(), CancellationToken::new(), TaskTracker::new());
-        let accepting = tokio::spawn(accept(listener, routes, closing.clone(), ending.clone(), connections.clone()));
+        let accepting =
+            tokio::spawn(accept(door.incoming(listener), routes, closing.clone(), ending.clone(), connections.clone()));
         Ok(Self { address, closing, ending, connections, _accepting: AbortOnDropHandle::new(accepting) })
     }
 
@@ -94,7 +98,7 @@ impl Drop for EdgeServer {
 }
 
 async fn accept(
-    listener: TcpListener,
+    mut incoming: Incoming,
     routes: Arc<Routes>,
     closing: CancellationToken,
     ending: CancellationToken,
@@ -103,13 +107,14 @@ async fn accept(
     loop {
         let accepted = tokio::select! {
             () = closing.cancelled() => return,
-            accepted = listener.accept() => accepted,
+            accepted = incoming.next() => accepted,
         };
         match accepted {
-            Ok((stream, _)) => {
+            None => return,
+            Some(Ok(stream)) => {
                 connections.spawn(serve(stream, Arc::clone(&routes), closing.clone(), ending.clone()));
             }
-            Err(error) => {
+            Some(Err(error)) => {
                 tracing::warn!(%error, "accept_failed");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
@@ -117,9 +122,7 @@ async fn accept(
     }
 }
 
-async fn serve(stream: TcpStream, routes: Arc<Routes>, closing: CancellationToken, ending: CancellationToken) {
-    // Events are small and must not wait for each other.
-    let _ = stream.set_nodelay(true);
+async fn serve(stream: DoorStream, routes: Arc<Routes>, closing: CancellationToken, ending: CancellationToken) {
     let mut builder = auto::Builder::new(TokioExecutor::new());
     // Events are small: copying one behind its chunk's size is cheaper than a list of buffers for each write.
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME_LIMIT).writev(false);

@@ -7,6 +7,7 @@ use std::{
 };
 
 use kvist_blocks::{Incarnation, SourceKey};
+use kvist_doors::ClientTls;
 use kvist_index::{Index, SourceState};
 use kvist_proto::{
     engine::v1::SnapshotChunk,
@@ -17,7 +18,6 @@ use tokio::{
     sync::mpsc,
     time::{Instant, timeout},
 };
-use tonic::transport::ClientTlsConfig;
 
 use crate::{
     EventsError,
@@ -184,7 +184,7 @@ impl Iterator for BootstrapAnswer {
 pub(crate) async fn fetch(
     address: &str,
     worker_uids: Vec<String>,
-    tls: Option<&ClientTlsConfig>,
+    tls: Option<&ClientTls>,
     whole: &mpsc::Sender<(SourceKey, History)>,
 ) -> Result<(), EventsError> {
     let failed = |status: tonic::Status| EventsError::KvMaster(status.code().to_string());

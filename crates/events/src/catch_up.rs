@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use futures::{StreamExt as _, TryStreamExt as _, stream::BoxStream};
 use kvist_blocks::Incarnation;
+use kvist_doors::ClientTls;
 use kvist_ledger::LedgerDigest;
 use kvist_proto::{
     agent,
@@ -11,7 +12,6 @@ use kvist_proto::{
 };
 use prost::Message as _;
 use tokio::time::timeout;
-use tonic::transport::ClientTlsConfig;
 
 use crate::{
     EventsError,
@@ -96,7 +96,7 @@ fn failed(status: tonic::Status) -> EventsError {
 async fn open(
     order: &CatchUpOrder,
     request: WatchKvEventsRequest,
-    tls: Option<&ClientTlsConfig>,
+    tls: Option<&ClientTls>,
 ) -> Result<BoxStream<'static, Result<WatchKvEventsResponse, tonic::Status>>, EventsError> {
     let worker_uid = order.key.worker.as_str();
     if !order.is_attached {
@@ -112,7 +112,7 @@ async fn open(
 /// One question and its whole answer, with the room that it takes.
 pub(crate) async fn fetch(
     order: &CatchUpOrder,
-    tls: Option<&ClientTlsConfig>,
+    tls: Option<&ClientTls>,
     room: &Room,
 ) -> Result<(History, Held), EventsError> {
     let late = |_| EventsError::Worker("it fell silent".to_owned());

@@ -8,6 +8,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use async_nats::Message;
 use futures::{FutureExt as _, StreamExt as _};
 use kvist_blocks::{Incarnation, SourceKey, WorkerUid};
+use kvist_doors::ClientTls;
 use kvist_index::Index;
 use kvist_proto::{
     events::v1::{KvEventMessage, Tombstone},
@@ -21,7 +22,6 @@ use tokio::{
     task::{AbortHandle, JoinHandle, JoinSet},
     time::{Instant, MissedTickBehavior},
 };
-use tonic::transport::ClientTlsConfig;
 
 use crate::{
     BusSettings, EventsError, FeedWorker, Subjects, TrackerCounters, bootstrap,
@@ -61,7 +61,7 @@ pub struct FeedSettings {
     /// Most messages of the bus that wait to be applied; what comes beyond is lost, and found like any other loss.
     pub most_waiting_messages: usize,
     /// TLS towards workers and KV masters; none for plain connections.
-    pub worker_tls: Option<ClientTlsConfig>,
+    pub worker_tls: Option<ClientTls>,
     /// `host:port` of KV masters. When many sources are new at once, one of these is asked for all of them before the
     /// workers are.
     pub kvmasters: Vec<String>,
@@ -233,7 +233,7 @@ struct Worker {
     /// Counted when something may have changed.
     catching_up_and_silent: (usize, usize),
     kvmasters: Vec<String>,
-    tls: Option<ClientTlsConfig>,
+    tls: Option<ClientTls>,
 }
 
 impl Worker {

@@ -2,9 +2,9 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
+use kvist_doors::ClientTls;
 use parking_lot::Mutex;
 use tokio::{sync::Semaphore, time::Instant};
-use tonic::transport::ClientTlsConfig;
 
 use crate::{
     EventsError, catch_up,
@@ -49,7 +49,7 @@ impl Lanes {
     pub(crate) async fn fetch(
         &self,
         order: &CatchUpOrder,
-        tls: Option<&ClientTlsConfig>,
+        tls: Option<&ClientTls>,
     ) -> Result<(History, Held), EventsError> {
         // The semaphores are never closed; without a permit the answer would be an error like any other.
         let closed = |_| EventsError::Worker("no permit".to_owned());

@@ -10,6 +10,7 @@ use std::{
 };
 
 use futures::{FutureExt as _, StreamExt as _, stream::BoxStream};
+use kvist_doors::ClientTls;
 use kvist_proto::{
     engine::v1::{
         DescribeRequest, ResumePosition, WatchKvEventsRequest, WatchKvEventsResponse, watch_kv_events_response::Part,
@@ -22,7 +23,6 @@ use rand::SeedableRng as _;
 use serde::{Deserialize, Serialize};
 use tokio::{task::JoinHandle, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::ClientTlsConfig;
 
 use crate::{
     AttachedEngine, AttachedEngines, BusSettings, EventsError, Subjects,
@@ -43,7 +43,7 @@ pub struct RelaySettings {
     /// The bus.
     pub bus: BusSettings,
     /// TLS towards workers; none for plain connections.
-    pub worker_tls: Option<ClientTlsConfig>,
+    pub worker_tls: Option<ClientTls>,
 }
 
 impl RelaySettings {
@@ -125,7 +125,7 @@ struct Running {
 pub struct Relay {
     bus: Bus,
     subjects: Subjects,
-    tls: Option<ClientTlsConfig>,
+    tls: Option<ClientTls>,
     runtime: tokio::runtime::Handle,
     running: Mutex<HashMap<String, Running>>,
 }
@@ -225,7 +225,7 @@ struct Relaying {
     origin: Origin,
     bus: Bus,
     subjects: Subjects,
-    tls: Option<ClientTlsConfig>,
+    tls: Option<ClientTls>,
     stats: SharedStats,
     /// Incarnation and sequence of the last batch that was handed to the bus, by rank.
     published: BTreeMap<u32, (u64, Option<u64>)>,

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use kvist_doors::{ClientTls, PeerRole};
 use kvist_proto::agent::v1::agent_service_client::AgentServiceClient;
 use kvist_proto::engine::v1::engine_service_client::EngineServiceClient;
 use kvist_proto::kvmaster::v1::kv_master_service_client::KvMasterServiceClient;
 use rand::Rng as _;
-use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::{Channel, Endpoint};
 
 use crate::EventsError;
 
@@ -20,9 +21,9 @@ const MOST_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 pub(crate) fn client(
     worker_uid: &str,
     address: &str,
-    tls: Option<&ClientTlsConfig>,
+    tls: Option<&ClientTls>,
 ) -> Result<EngineServiceClient<Channel>, EventsError> {
-    let channel = channel(worker_uid, address, tls)?;
+    let channel = channel(worker_uid, address, PeerRole::Worker, tls)?;
     Ok(EngineServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
 }
 
@@ -30,36 +31,31 @@ pub(crate) fn client(
 pub(crate) fn agent_client(
     worker_uid: &str,
     address: &str,
-    tls: Option<&ClientTlsConfig>,
+    tls: Option<&ClientTls>,
 ) -> Result<AgentServiceClient<Channel>, EventsError> {
-    let channel = channel(worker_uid, address, tls)?;
+    let channel = channel(worker_uid, address, PeerRole::Agent, tls)?;
     Ok(AgentServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
 }
 
 /// A client of the KV master at an address; connects at the first call.
 pub(crate) fn kvmaster_client(
     address: &str,
-    tls: Option<&ClientTlsConfig>,
+    tls: Option<&ClientTls>,
 ) -> Result<KvMasterServiceClient<Channel>, EventsError> {
-    let channel = channel("kvmaster", address, tls)?;
+    let channel = channel("kvmaster", address, PeerRole::KvMaster, tls)?;
     Ok(KvMasterServiceClient::new(channel).max_decoding_message_size(MOST_MESSAGE_BYTES))
 }
 
-fn channel(name: &str, address: &str, tls: Option<&ClientTlsConfig>) -> Result<Channel, EventsError> {
-    let wrong = |_| EventsError::Address(name.to_owned());
-    let scheme = if tls.is_some() { "https" } else { "http" };
-    let url = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
-    let mut endpoint = Endpoint::from_shared(url)
-        .map_err(wrong)?
-        .connect_timeout(CONNECT_TIME_LIMIT)
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-        .keep_alive_timeout(KEEPALIVE_TIME_LIMIT)
-        .keep_alive_while_idle(true);
-    if let Some(tls) = tls {
-        endpoint = endpoint.tls_config(tls.clone()).map_err(wrong)?;
-    }
-    Ok(endpoint.connect_lazy())
+fn channel(name: &str, address: &str, role: PeerRole, tls: Option<&ClientTls>) -> Result<Channel, EventsError> {
+    let adjust = |endpoint: Endpoint| {
+        endpoint
+            .connect_timeout(CONNECT_TIME_LIMIT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+            .keep_alive_timeout(KEEPALIVE_TIME_LIMIT)
+            .keep_alive_while_idle(true)
+    };
+    ClientTls::channel(tls, address, role, adjust).map_err(|_| EventsError::Address(name.to_owned()))
 }
 
 /// Time before attempt `attempt` (1 for the first retry): doubling up to a bound, half of it random, so that many

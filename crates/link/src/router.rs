@@ -12,6 +12,7 @@ use std::{
 };
 
 use futures::Stream;
+use kvist_doors::{ClientTls, PeerRole};
 use kvist_errors::{Code, KvistError, from_status};
 use kvist_proto::{
     engine::v1::{
@@ -28,7 +29,7 @@ use tokio::sync::watch;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::{
     Streaming,
-    transport::{Channel, ClientTlsConfig, Endpoint},
+    transport::{Channel, Endpoint},
 };
 
 use crate::{
@@ -46,7 +47,7 @@ pub struct LinkSettings {
     /// Name of the router; unique in the cluster.
     pub router_name: String,
     /// For a worker behind TLS.
-    pub tls: Option<ClientTlsConfig>,
+    pub tls: Option<ClientTls>,
     /// Tokens that a request may have waiting for its reader before it is ended with `SLOW_CLIENT`.
     pub request_buffer_tokens: usize,
     /// A prompt with more tokens is uploaded ahead of its request.
@@ -169,7 +170,8 @@ impl WorkerLink {
     /// # Errors
     /// `INVALID_ARGUMENT` when the address cannot be one.
     pub fn connect(address: &str, settings: LinkSettings) -> Result<Self, KvistError> {
-        let channel = endpoint(address, &settings)?.connect_lazy();
+        let adjust = |endpoint| adjust(endpoint, &settings);
+        let channel = ClientTls::channel(settings.tls.as_ref(), address, PeerRole::Worker, adjust)?;
         let shared = Arc::new(Shared {
             session_number: AtomicU64::new(unix_micros()),
             settings,
@@ -707,24 +709,15 @@ fn aborted_before_start(reason: AbortReason) -> KvistError {
     .before_start()
 }
 
-fn endpoint(address: &str, settings: &LinkSettings) -> Result<Endpoint, KvistError> {
-    let scheme = if settings.tls.is_some() { "https" } else { "http" };
-    let uri = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
-    let invalid = |_| KvistError::field(Code::InvalidArgument, "address", "must be host:port");
-    let mut endpoint = Endpoint::from_shared(uri).map_err(invalid)?;
-    if let Some(tls) = &settings.tls {
-        endpoint = endpoint
-            .tls_config(tls.clone())
-            .map_err(|_| KvistError::field(Code::InvalidArgument, "tls", "the certificates cannot be used"))?;
-    }
-    Ok(endpoint
+fn adjust(endpoint: Endpoint, settings: &LinkSettings) -> Endpoint {
+    endpoint
         .connect_timeout(settings.connect_timeout)
         .tcp_nodelay(true)
         .http2_keep_alive_interval(settings.keep_alive_interval)
         .keep_alive_timeout(settings.keep_alive_timeout)
         .keep_alive_while_idle(true)
         .initial_stream_window_size(4 * 1024 * 1024)
-        .initial_connection_window_size(16 * 1024 * 1024))
+        .initial_connection_window_size(16 * 1024 * 1024)
 }
 
 fn unix_micros() -> u64 {

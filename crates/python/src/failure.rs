@@ -21,6 +21,7 @@ pub(crate) fn raise(error: &KvistError) -> PyErr {
         "fields": fields,
         "retry_after_ms": error.retry_after.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)),
         "not_started": error.not_started,
+        "metadata": error.metadata,
     });
     CoreError::new_err((error.code.name(), error.message.clone(), details.to_string()))
 }

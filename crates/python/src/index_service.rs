@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use kvist_blocks::{BlockHash, HashSeed, Incarnation, Namespace, SourceKey, WorkerUid};
+use kvist_doors::ClientTlsSettings;
 use kvist_errors::{Code, KvistError};
 use kvist_events::{
     BootstrapAnswer, Bootstraps, BusSettings, FeedSettings, FeedWorker, IndexFeed, care_for_index, convert,
@@ -22,6 +23,7 @@ use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
+    doors::open_tls,
     failure::{raise, raise_invalid},
     relay::refused,
     runtime::{Runtime, block_on},
@@ -38,6 +40,8 @@ struct Settings {
     credentials_file: Option<std::path::PathBuf>,
     #[serde(default)]
     tls_ca_file: Option<std::path::PathBuf>,
+    #[serde(default)]
+    tls: ClientTlsSettings,
     byte_budget: u64,
     #[serde(default = "default_digest_interval_ms")]
     digest_interval_ms: u64,
@@ -72,7 +76,7 @@ pub(crate) struct IndexService {
 #[pymethods]
 impl IndexService {
     /// Settings: `nats_url`, `cluster`, `byte_budget`, `client_name`, `credentials_file`, `tls_ca_file`,
-    /// `digest_interval_ms`.
+    /// `digest_interval_ms`, and `tls`: how workers and KV masters are called.
     #[new]
     fn new(runtime: &Runtime, settings_json: &str) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings_json).map_err(|error| raise_invalid("index", error))?;
@@ -99,6 +103,7 @@ impl IndexService {
         bus.tls_ca_file.clone_from(&self.settings.tls_ca_file);
         let mut settings = FeedSettings::new(bus);
         settings.digest_interval = Duration::from_millis(self.settings.digest_interval_ms);
+        settings.worker_tls = open_tls(&self.handle, &self.settings.tls)?;
         let feed = block_on(py, &self.handle, IndexFeed::start(settings, Arc::clone(&self.index))).map_err(refused)?;
         *self.feed.lock() = Some(Arc::new(feed));
         *self.caring.lock() = Some(AbortOnDropHandle::new(self.handle.spawn(care_for_index(Arc::clone(&self.index)))));

@@ -2,6 +2,7 @@
 
 mod attached;
 mod credentials;
+mod doors;
 mod engine;
 mod engine_host;
 mod failure;
@@ -24,6 +25,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attached::AttachedEngines>()?;
     module.add_class::<attached::AttachedStream>()?;
     module.add_class::<credentials::NatsCredentials>()?;
+    module.add_class::<doors::DoorRules>()?;
     module.add_class::<engine_host::Host>()?;
     module.add_class::<engine_host::Sink>()?;
     module.add_class::<index_service::IndexService>()?;
@@ -33,6 +35,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<runtime::Runtime>()?;
     module.add_class::<text::ModelText>()?;
     module.add_class::<worker_server::WorkerServer>()?;
+    module.add_function(wrap_pyfunction!(doors::access_table, module)?)?;
     module.add_function(wrap_pyfunction!(pure::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(pure::check_routing, module)?)?;
     module.add_function(wrap_pyfunction!(pure::check_admission, module)?)?;

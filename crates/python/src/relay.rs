@@ -2,14 +2,17 @@
 
 use std::sync::Arc;
 
+use kvist_doors::ClientTlsSettings;
 use kvist_errors::{Code, KvistError};
 use kvist_events::{BusSettings, EventsError, RelaySettings, RelayWorker};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use serde_json::Value;
 use tokio::runtime::Handle;
 
 use crate::{
     attached::AttachedEngines,
+    doors::open_tls,
     failure::{raise, raise_invalid},
     runtime::{Runtime, block_on},
 };
@@ -19,16 +22,21 @@ use crate::{
 pub(crate) struct Relay {
     handle: Handle,
     settings: BusSettings,
+    tls: ClientTlsSettings,
     running: Mutex<Option<Arc<kvist_events::Relay>>>,
 }
 
 #[pymethods]
 impl Relay {
-    /// Settings: `nats_url`, `cluster`, `client_name`, `credentials_file`, `tls_ca_file`.
+    /// Settings: `nats_url`, `cluster`, `client_name`, `credentials_file`, `tls_ca_file`, and `tls`: how workers are
+    /// called.
     #[new]
     fn new(runtime: &Runtime, settings_json: &str) -> PyResult<Self> {
-        let settings = serde_json::from_str(settings_json).map_err(|error| raise_invalid("relay", error))?;
-        Ok(Self { handle: runtime.handle()?, settings, running: Mutex::new(None) })
+        let wrong = |error| raise_invalid("relay", error);
+        let mut bus: serde_json::Map<String, Value> = serde_json::from_str(settings_json).map_err(wrong)?;
+        let tls = bus.remove("tls").map(serde_json::from_value).transpose().map_err(wrong)?.unwrap_or_default();
+        let settings = serde_json::from_value(Value::Object(bus)).map_err(wrong)?;
+        Ok(Self { handle: runtime.handle()?, settings, tls, running: Mutex::new(None) })
     }
 
     /// Connects in the background; NATS may come later.
@@ -36,7 +44,8 @@ impl Relay {
         if self.running.lock().is_some() {
             return Ok(());
         }
-        let settings = RelaySettings::new(self.settings.clone());
+        let mut settings = RelaySettings::new(self.settings.clone());
+        settings.worker_tls = open_tls(&self.handle, &self.tls)?;
         let relay = block_on(py, &self.handle, kvist_events::Relay::start(settings)).map_err(refused)?;
         *self.running.lock() = Some(Arc::new(relay));
         Ok(())

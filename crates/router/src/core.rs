@@ -12,6 +12,7 @@ use std::{
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use futures::future::BoxFuture;
+use kvist_doors::ClientTls;
 use kvist_errors::{Code, KvistError};
 use kvist_events::FeedStats;
 use kvist_index::{Index, IndexSettings};
@@ -131,7 +132,7 @@ pub struct RouterStatus {
 impl RouterCore {
     /// A router that waits for its first cluster state. Called within a runtime; the index is fed when a bus is set.
     #[must_use]
-    pub fn new(settings: &RouterSettings, metrics: &Metrics, ready: ReadyFlag) -> Arc<Self> {
+    pub fn new(settings: &RouterSettings, tls: Option<&ClientTls>, metrics: &Metrics, ready: ReadyFlag) -> Arc<Self> {
         let index = Arc::new(Index::new(IndexSettings { byte_budget: settings.index_byte_budget_bytes }));
         let selector = Arc::new(Selector::new(Arc::clone(&index)));
         let router_metrics = RouterMetrics::new(metrics);
@@ -143,8 +144,9 @@ impl RouterCore {
         let pool = Arc::new(TextPool::new(settings.text_threads));
         let mut link_settings = LinkSettings::new(settings.name.as_str());
         link_settings.request_buffer_tokens = settings.request_buffer_tokens;
+        link_settings.tls = tls.cloned();
         let feed = match settings.bus() {
-            Some(bus) => Feed::Bus(FeedKeeper::new(bus, settings.kvmasters.clone(), Arc::clone(&index))),
+            Some(bus) => Feed::Bus(FeedKeeper::new(bus, settings.kvmasters.clone(), tls.cloned(), Arc::clone(&index))),
             None => Feed::Direct(Followers::new(index)),
         };
         // Ids of an earlier life of the same router must not come again.

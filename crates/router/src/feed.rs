@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvist_blocks::{Incarnation, WorkerUid};
+use kvist_doors::ClientTls;
 use kvist_events::{BusSettings, FeedSettings, FeedStats, FeedWorker, IndexFeed};
 use kvist_index::Index;
 use tokio::sync::watch;
@@ -28,7 +29,7 @@ pub(crate) struct FeedKeeper {
 
 impl FeedKeeper {
     /// Begins to wait for a cluster state. Called within a runtime.
-    pub(crate) fn new(bus: BusSettings, kvmasters: Vec<String>, index: Arc<Index>) -> Self {
+    pub(crate) fn new(bus: BusSettings, kvmasters: Vec<String>, tls: Option<ClientTls>, index: Arc<Index>) -> Self {
         let (wanted, mut updates) = watch::channel(Wanted::default());
         let (sampled, stats) = watch::channel(FeedStats::default());
         let task = tokio::spawn(async move {
@@ -56,6 +57,7 @@ impl FeedKeeper {
                     let bus = BusSettings { cluster: now.cluster.clone(), ..bus.clone() };
                     let mut settings = FeedSettings::new(bus);
                     settings.kvmasters.clone_from(&kvmasters);
+                    settings.worker_tls.clone_from(&tls);
                     match IndexFeed::start(settings, Arc::clone(&index)).await {
                         Ok(feed) => running = Some((now.cluster.clone(), feed)),
                         Err(error) => {

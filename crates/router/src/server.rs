@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeMap, io, net::SocketAddr, sync::Arc, time::Duration};
 
+use kvist_doors::{Door, DoorLayer};
 use kvist_proto::router::v1::router_service_server::RouterServiceServer;
 use kvist_telemetry::{GrpcHealth, reflection};
 use tokio::{net::TcpListener, sync::watch};
-use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use crate::{core::RouterCore, keys::ApiKeys, service::Service};
@@ -28,7 +28,7 @@ impl GrpcServer {
     ///
     /// # Errors
     /// The address cannot be listened on.
-    pub async fn start(listen: &str, core: Arc<RouterCore>, keys: Arc<ApiKeys>) -> io::Result<Self> {
+    pub async fn start(listen: &str, door: &Arc<Door>, core: Arc<RouterCore>, keys: Arc<ApiKeys>) -> io::Result<Self> {
         let listener = TcpListener::bind(listen).await?;
         let address = listener.local_addr()?;
         let (health, health_service) = GrpcHealth::start(SERVICE).await;
@@ -43,18 +43,16 @@ impl GrpcServer {
         let service = RouterServiceServer::new(Service { core, keys })
             .max_decoding_message_size(MESSAGE_LIMIT_BYTES)
             .max_encoding_message_size(MESSAGE_LIMIT_BYTES);
+        let incoming = door.incoming(listener);
         let routes = tonic::transport::Server::builder()
+            .layer(DoorLayer::new(Arc::clone(door.rules())))
             .tcp_nodelay(true)
             .http2_keepalive_interval(Some(Duration::from_secs(30)))
             .http2_keepalive_timeout(Some(Duration::from_secs(10)))
             .add_service(health_service)
-            .add_service(reflection)
-            .add_service(reflection_alpha)
+            .add_optional_service(door.serves_reflection().then_some(reflection))
+            .add_optional_service(door.serves_reflection().then_some(reflection_alpha))
             .add_service(service);
-        let incoming = tokio_stream::StreamExt::map(TcpListenerStream::new(listener), |connection| {
-            // Frames are small and wait for nothing.
-            connection.inspect(|stream| drop(stream.set_nodelay(true)))
-        });
         let task = tokio::spawn(async move {
             if let Err(error) = routes.serve_with_incoming_shutdown(incoming, closed).await {
                 tracing::error!(%error, "grpc_server_failed");

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use kvist_doors::{ClientTlsSettings, DoorSettings};
 use kvist_errors::{Code, KvistError};
 use kvist_events::{BusSettings, EventsError};
 use serde::Deserialize;
@@ -18,6 +19,12 @@ pub struct RouterSettings {
     pub http_listen: String,
     /// Where the gRPC server listens, `host:port`.
     pub grpc_listen: String,
+    /// The door of the HTTP edge.
+    pub http_door: DoorSettings,
+    /// The door of the gRPC server.
+    pub grpc_door: DoorSettings,
+    /// How workers and KV masters are called.
+    pub tls: ClientTlsSettings,
     /// Where `/metrics`, `/livez` and `/readyz` are served, `host:port`.
     pub admin_listen: String,
     /// Where KV events come from; without it the router follows each worker's ledger itself.
@@ -59,6 +66,9 @@ impl Default for RouterSettings {
             name: "router".to_owned(),
             http_listen: "127.0.0.1:0".to_owned(),
             grpc_listen: "127.0.0.1:0".to_owned(),
+            http_door: DoorSettings::default(),
+            grpc_door: DoorSettings::default(),
+            tls: ClientTlsSettings::default(),
             admin_listen: "127.0.0.1:0".to_owned(),
             nats_url: None,
             kvmasters: Vec::new(),

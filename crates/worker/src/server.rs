@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use futures::StreamExt as _;
+use kvist_doors::{Door, DoorKind, DoorLayer};
 use kvist_errors::{Code, KvistError};
 use kvist_history::{HistoryServer, new_incarnation};
 use kvist_proto::{
@@ -12,7 +12,6 @@ use kvist_proto::{
 use kvist_telemetry::{AdminServer, GrpcHealth, ReadyFlag, reflection};
 use serde::Serialize;
 use tokio::{net::TcpListener, task::JoinHandle};
-use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::Server;
 
@@ -86,6 +85,7 @@ impl WorkerServer {
     pub async fn start(settings: WorkerSettings, engine: Arc<dyn Engine>) -> Result<Self, KvistError> {
         let admin_listen = listen_address("admin_listen", &settings.admin_listen)?;
         let grpc_listen = listen_address("grpc_listen", &settings.grpc_listen)?;
+        let door = Door::open(&settings.door, DoorKind::Grpc)?;
         let listener = TcpListener::bind(grpc_listen).await.map_err(|error| cannot_listen("grpc_listen", &error))?;
         let grpc_address = listener.local_addr().map_err(|error| cannot_listen("grpc_listen", &error))?;
         let digest_interval = Duration::from_millis(settings.digest_interval_ms);
@@ -108,18 +108,20 @@ impl WorkerServer {
             .max_encoding_message_size(kvist_link::MESSAGE_LIMIT_BYTES);
         let (reflection, reflection_alpha) =
             reflection(DESCRIPTOR_SET, SERVICE).map_err(|error| KvistError::new(Code::Internal, error.to_string()))?;
+        let incoming = door.incoming(listener);
         let router = Server::builder()
+            .layer(DoorLayer::new(Arc::clone(door.rules())))
             .http2_keepalive_interval(Some(Duration::from_secs(2)))
             .http2_keepalive_timeout(Some(Duration::from_secs(3)))
             .initial_stream_window_size(4 * 1024 * 1024)
             .initial_connection_window_size(16 * 1024 * 1024)
             .add_service(health_service)
-            .add_service(reflection)
-            .add_service(reflection_alpha)
+            .add_optional_service(door.serves_reflection().then_some(reflection))
+            .add_optional_service(door.serves_reflection().then_some(reflection_alpha))
             .add_service(service);
         let stopped = stopping.clone().cancelled_owned();
         let server = tokio::spawn(async move {
-            if let Err(error) = router.serve_with_incoming_shutdown(incoming(listener), stopped).await {
+            if let Err(error) = router.serve_with_incoming_shutdown(incoming, stopped).await {
                 tracing::error!(error = error.to_string(), "grpc_server_failed");
             }
         });
@@ -276,17 +278,6 @@ async fn keep_house(worker: Arc<Worker>, readiness: Readiness, stopping: Cancell
             worker.metrics.sample(&up.host);
         }
     }
-}
-
-/// Connections with `TCP_NODELAY`: a frame is small and must not wait for the acknowledgment of the one before.
-fn incoming(
-    listener: TcpListener,
-) -> impl futures::Stream<Item = std::io::Result<tokio::net::TcpStream>> + Send + 'static {
-    TcpListenerStream::new(listener).map(|connection| {
-        let connection = connection?;
-        connection.set_nodelay(true)?;
-        Ok(connection)
-    })
 }
 
 fn cannot_listen(field: &str, error: &std::io::Error) -> KvistError {

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use kvist_doors::DoorSettings;
 use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::Role;
 use serde::{Deserialize, Deserializer, de::Error as _};
@@ -29,6 +30,8 @@ pub struct WorkerSettings {
     pub hash_seed: u64,
     /// `host:port` of the gRPC server; port 0 takes a free one.
     pub grpc_listen: String,
+    /// The door of the gRPC server.
+    pub door: DoorSettings,
     /// `host:port` of the admin server; port 0 takes a free one.
     pub admin_listen: String,
     /// The incarnation is larger than this.
@@ -58,6 +61,7 @@ impl Default for WorkerSettings {
             role: Role::Aggregate,
             hash_seed: 0,
             grpc_listen: "127.0.0.1:0".to_owned(),
+            door: DoorSettings::default(),
             admin_listen: "127.0.0.1:0".to_owned(),
             incarnation_floor: 0,
             ring_batches: 16_384,

@@ -22,7 +22,7 @@ def test_workers_listen_on_loopback_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"workers.listen_host": "10.0.0.7"}, "not loopback: say `insecure: true`"),
+        ({"workers.listen_host": "10.0.0.7"}, "not loopback: give a TLS certificate, or say `insecure: true`"),
         ({"workers.listen_host": "node-1", "workers.insecure": "true"}, "IPv4 or IPv6"),
         ({"workers.listen_host": "::", "workers.insecure": "true"}, "set advertised_host"),
     ],

@@ -83,3 +83,51 @@ def test_what_makes_no_sense_is_refused(flags: dict) -> None:
 
 def test_off_loopback_needs_a_word() -> None:
     assert read(controllers="a:1", http_listen="0.0.0.0:80", insecure="true").insecure
+
+
+CERTIFICATE = {"tls_certificate_file": "/k/router.crt", "tls_key_file": "/k/router.key"}
+
+
+def test_both_listeners_have_the_certificate_and_the_edge_may_have_its_own() -> None:
+    off_loopback = {"controllers": "a:1", "http_listen": "10.0.0.1:8000", "grpc_listen": "10.0.0.1:7000"}
+    core = core_settings(
+        read(**off_loopback, **CERTIFICATE, tls_client_ca_file="/k/ca.crt", tls_client_optional="true")
+    )
+    assert core["grpc_door"] == {
+        **CERTIFICATE,
+        "tls_client_ca_file": "/k/ca.crt",
+        "tls_client_optional": True,
+        "tls_role_uri": "",
+        "open_services": ["health", "reflection"],
+        "reflection": True,
+    }
+    # Clients of the edge show API keys.
+    assert core["http_door"] == CERTIFICATE
+    own = {"http_tls_certificate_file": "/k/edge.crt", "http_tls_key_file": "/k/edge.key"}
+    core = core_settings(read(**off_loopback, **CERTIFICATE, **own, http_tls_client_ca_file="/k/people.crt"))
+    assert core["http_door"] == {
+        "tls_certificate_file": "/k/edge.crt",
+        "tls_key_file": "/k/edge.key",
+        "tls_client_ca_file": "/k/people.crt",
+    }
+
+
+def test_workers_are_called_with_the_routers_certificate() -> None:
+    assert "tls" not in core_settings(read(controllers="a:1", **CERTIFICATE))
+    core = core_settings(read(controllers="a:1", tls_ca_file="/k/ca.crt", **CERTIFICATE))
+    assert core["tls"] == {"tls_ca_file": "/k/ca.crt", "tls_role_uri": "", **CERTIFICATE}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"http_listen": "10.0.0.1:8000"}, "10.0.0.1:8000 is not loopback"),
+        ({"grpc_listen": "10.0.0.1:7000", "http_tls_certificate_file": "a", "http_tls_key_file": "b"}, "10.0.0.1:7000"),
+        ({"http_tls_key_file": "b"}, "go together"),
+        ({"http_tls_client_ca_file": "b"}, "needs http_tls_certificate_file"),
+        ({"tls_client_optional": "true"}, "needs tls_client_ca_file"),
+    ],
+)
+def test_doors_that_cannot_be_meant_are_refused(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        read(controllers="a:1", **flags)

@@ -9,7 +9,7 @@ from kvist_worker.settings import WorkerSettings
 
 
 def test_plain_text_off_loopback_must_be_wanted() -> None:
-    with pytest.raises(ValidationError, match="not loopback: say `insecure: true`"):
+    with pytest.raises(ValidationError, match="not loopback: give a TLS certificate, or say `insecure: true`"):
         WorkerSettings(grpc_listen="10.0.0.7:0")
     with pytest.raises(ValidationError, match="host:port"):
         WorkerSettings(grpc_listen="10.0.0.7")

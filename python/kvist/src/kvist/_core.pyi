@@ -113,11 +113,19 @@ class WorkerServer:
     def stop(self) -> None:
         """Ends the engine and the server. Idempotent."""
 
+class DoorRules:
+    """The table of who may call what, as one server reads it."""
+
+    def __new__(cls, open_services: list[str], role_uri: str) -> Self:
+        """`open_services`: of `health` and `reflection`; `role_uri`: how certificates state roles."""
+    def check(self, method: str, uris: list[str]) -> None:
+        """Refuses a call of `service/method` by a peer whose certificate has these URIs."""
+
 class IndexService:
     """The index of a whole cluster, fed from NATS and from the workers themselves."""
 
     def __new__(cls, runtime: Runtime, settings_json: str) -> Self:
-        """Settings: `nats_url`, `cluster`, `byte_budget`, `client_name`, `credentials_file`, `digest_interval_ms`."""
+        """Settings: `nats_url`, `cluster`, `byte_budget`, `client_name`, `digest_interval_ms`, `tls` and so on."""
     def start(self) -> None:
         """Subscribes; NATS may come later."""
     def apply_cluster_state(self, state: bytes) -> bool:
@@ -256,6 +264,9 @@ class ModelText:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation."""
+
+def access_table() -> str:
+    """The table of who may call what, as JSON text: `[{"service", "method", "roles"}]`."""
 
 def block_hashes(
     hash_seed: int, namespace: str, adapter: str, cache_salt: str, tokens: list[int], block_size_tokens: int

@@ -288,6 +288,7 @@ def from_core(failure: _core.CoreError) -> KvistError:
         code,
         message,
         fields=[FieldViolation(item["field"], item["description"]) for item in details.get("fields", ())],
+        metadata=details.get("metadata", {}),
         retry_after_seconds=None if retry_after_ms is None else retry_after_ms / 1000,
         not_started=bool(details.get("not_started", False)),
     )

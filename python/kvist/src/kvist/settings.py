@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -55,33 +55,68 @@ class TelemetrySettings(Settings):
         return value
 
 
-class ListenSettings(Settings):
-    """Where a gRPC server listens. Off loopback it needs TLS or an explicit `insecure`."""
+class DoorSettings(Settings):
+    """TLS of a process's gRPC server, and who is let in. docs/guides/certificates.md shows them in use."""
 
-    listen: str = "127.0.0.1:0"
-    """`host:port`; port 0 takes a free one."""
     tls_certificate_file: Path | None = None
-    """PEM chain of the server's certificate."""
+    """PEM chain of the server's certificate; the process shows it to the servers that it calls as well."""
     tls_key_file: Path | None = None
     """PEM key of the certificate."""
     tls_client_ca_file: Path | None = None
     """PEM of the authorities whose clients are let in; without it no client certificate is asked for."""
-    insecure: bool = False
-    """Allow plain text off loopback."""
-    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=64 * 1024)
-    """Largest message taken or sent."""
+    tls_role_uri: str = ""
+    """How certificates state roles, such as `spiffe://mesh.example/kvist/{role}`; any trust domain when empty."""
+    open_services: tuple[Literal["health", "reflection"], ...] = ("health", "reflection")
+    """Where client certificates are asked for: services that are open to every role; the others are for operators."""
     reflection: bool = True
     """Serve gRPC reflection."""
+    insecure: bool = False
+    """Allow plain text off loopback."""
 
     @model_validator(mode="after")
-    def _is_safe(self) -> ListenSettings:
-        host, _ = split_address(self.listen)
+    def _is_whole(self) -> Self:
         if (self.tls_certificate_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_certificate_file and tls_key_file go together")
         if self.tls_client_ca_file is not None and self.tls_certificate_file is None:
             raise ValueError("tls_client_ca_file needs tls_certificate_file")
+        return self
+
+    def check_listen(self, address: str) -> None:
+        """Refuses plain text off loopback, unless it is wanted.
+
+        Raises:
+            ValueError: The address is not `host:port`, or is not loopback and has no TLS.
+        """
+        host, _ = split_address(address)
         if self.tls_certificate_file is None and not self.insecure and not is_loopback(host):
-            raise ValueError(f"{self.listen} is not loopback: give a TLS certificate, or say `insecure: true`")
+            raise ValueError(f"{address} is not loopback: give a TLS certificate, or say `insecure: true`")
+
+    def core_door(self) -> dict[str, object]:
+        """What a server in the core is told of its door; paths hold in any working folder."""
+        files = {
+            "tls_certificate_file": self.tls_certificate_file,
+            "tls_key_file": self.tls_key_file,
+            "tls_client_ca_file": self.tls_client_ca_file,
+        }
+        return {
+            **{name: str(path.absolute()) for name, path in files.items() if path is not None},
+            "tls_role_uri": self.tls_role_uri,
+            "open_services": list(self.open_services),
+            "reflection": self.reflection,
+        }
+
+
+class ListenSettings(DoorSettings):
+    """Where a gRPC server listens. Off loopback it needs TLS or an explicit `insecure`."""
+
+    listen: str = "127.0.0.1:0"
+    """`host:port`; port 0 takes a free one."""
+    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=64 * 1024)
+    """Largest message taken or sent."""
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        self.check_listen(self.listen)
         return self
 
 

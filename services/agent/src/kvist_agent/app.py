@@ -9,8 +9,7 @@ from kvist.admin import AdminServer
 from kvist.agent.v1.agent_pb2 import DESCRIPTOR
 from kvist.agent.v1.agent_pb2_grpc import add_AgentServiceServicer_to_server
 from kvist.controller.v1.controller_pb2 import RegisterWelcome
-from kvist.grpc import GrpcServer, Registration, open_channel
-from kvist.grpc.client import TlsFiles
+from kvist.grpc import Channels, GrpcServer, Registration, TlsFiles
 from kvist.runner import Process
 from kvist.settings import join_address, split_address
 from kvist_agent.attached import AttachedEngines
@@ -34,13 +33,21 @@ async def main(process: Process[AgentSettings]) -> None:
     settings = process.settings
     folder = StateFolder(settings.state_folder.absolute())
     node_uid = folder.node_uid()
-    events = EventPlane(settings.bus, node_uid=node_uid, registry=process.registry)
+    worker_tls = None
+    if settings.workers.tls_certificate_file is not None:
+        worker_tls = TlsFiles.of(settings.tls_ca_file, settings.grpc)
+    events = EventPlane(
+        settings.bus,
+        node_uid=node_uid,
+        registry=process.registry,
+        worker_tls=None if worker_tls is None else worker_tls.core_tls(settings.workers.tls_role_uri),
+    )
     attached = AttachedEngines(settings.attach, folder=folder.attached, node_uid=node_uid, registry=process.registry)
     known = folder.read_session()
     events.enter_cluster(known.cluster)
     if known.cluster:
         attached.enter_cluster(known.hash_seed)
-    client = GrpcWorkerClient()
+    client = GrpcWorkerClient(tls=worker_tls)
     inventory = read_inventory(
         node_uid=node_uid, name=settings.node_name, labels=settings.labels, engines=settings.workers.engines
     )
@@ -68,11 +75,8 @@ async def main(process: Process[AgentSettings]) -> None:
                 registry=process.registry,
             )
         )
-        tls = None if settings.controller_tls_ca_file is None else TlsFiles(ca_file=settings.controller_tls_ca_file)
-        channels = [
-            await stack.enter_async_context(open_channel(address, tls=tls, retries=False))
-            for address in settings.controllers
-        ]
+        tls = TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings.grpc)
+        channels = await stack.enter_async_context(Channels(settings.controllers, tls=tls))
         address = server.address
         if settings.advertised_host:
             address = join_address(settings.advertised_host, split_address(address)[1])
@@ -87,6 +91,7 @@ async def main(process: Process[AgentSettings]) -> None:
             slots=slots,
             attached=attached,
             on_welcome=on_welcome,
+            join_token_file=settings.join_token_file,
         )
         await slots.attached(time_limit_seconds=ATTACH_TIME_LIMIT_SECONDS)
         process.announce(grpc_address=address, admin_address=admin.address, node_uid=node_uid)

@@ -7,6 +7,7 @@ keeps; until it is known, tombstones wait.
 import asyncio
 import contextlib
 import json
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -29,10 +30,18 @@ _log = logger(__name__)
 class EventPlane:
     """The node's share of the event plane."""
 
-    def __init__(self, settings: BusSettings, *, node_uid: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        settings: BusSettings,
+        *,
+        node_uid: str,
+        registry: CollectorRegistry,
+        worker_tls: Mapping[str, object] | None = None,
+    ) -> None:
         # The bus is used once the cluster is known; a wrong file is to be known before.
         check_files(settings)
         self._settings = settings
+        self._worker_tls = worker_tls
         self._client_name = f"agent-{node_uid}"
         self._registry = registry
         self._cluster = ""
@@ -76,7 +85,12 @@ class EventPlane:
                 self._bus = None
 
     async def _relay(self, slots: WorkerSlots, attached: AttachedEngines) -> None:
-        settings = relay_settings(self._settings, cluster=self._cluster, client_name=f"{self._client_name}-relay")
+        settings = relay_settings(
+            self._settings,
+            cluster=self._cluster,
+            client_name=f"{self._client_name}-relay",
+            worker_tls=self._worker_tls,
+        )
         runtime = _core.Runtime(RELAY_THREADS)
         try:
             with core_errors():
@@ -98,13 +112,17 @@ class EventPlane:
             runtime.close()
 
 
-def relay_settings(bus: BusSettings, *, cluster: str, client_name: str) -> dict[str, str]:
+def relay_settings(
+    bus: BusSettings, *, cluster: str, client_name: str, worker_tls: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """What the relay is told."""
-    settings = {"nats_url": ",".join(bus.urls), "cluster": cluster, "client_name": client_name}
+    settings: dict[str, object] = {"nats_url": ",".join(bus.urls), "cluster": cluster, "client_name": client_name}
     if bus.credentials_file is not None:
         settings["credentials_file"] = str(bus.credentials_file)
     if bus.tls_ca_file is not None:
         settings["tls_ca_file"] = str(bus.tls_ca_file)
+    if worker_tls is not None:
+        settings["tls"] = worker_tls
     return settings
 
 

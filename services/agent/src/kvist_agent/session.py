@@ -1,12 +1,14 @@
 """The agent's session with the controller that leads: heartbeats out, assignments in, again after each break."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
+from kvist import join_token
 from kvist.agent.v1.agent_pb2 import NodeInventory
 from kvist.controller.v1.controller_pb2 import (
     AgentHello,
@@ -17,7 +19,7 @@ from kvist.controller.v1.controller_pb2 import (
     WorkerVerdict,
 )
 from kvist.controllers import try_controllers
-from kvist.errors import PreconditionError, from_rpc_error
+from kvist.errors import KvistError, PreconditionError, from_rpc_error
 from kvist.telemetry import logger
 from kvist_agent.attached import AttachedEngines
 from kvist_agent.inventory import read_load
@@ -61,7 +63,9 @@ class ControllerSession:
         slots: WorkerSlots,
         attached: AttachedEngines,
         on_welcome: Callable[[RegisterWelcome], None],
+        join_token_file: Path | None = None,
     ) -> None:
+        self._join_token_file = join_token_file
         self._introduction = introduction
         self._slots = slots
         self._attached = attached
@@ -70,14 +74,19 @@ class ControllerSession:
         self._assignment_number = 0
         self._verdicts: dict[str, WorkerVerdict] = {}
 
-    async def run(self, controllers: list[grpc.aio.Channel]) -> None:
+    async def run(self, controllers: Sequence[grpc.aio.Channel]) -> None:
         """Registers with one controller after another, for ever."""
         await try_controllers(controllers, self._register, failure_event="session_failed")
 
     async def _register(self, stub: "ControllerServiceAsyncStub") -> bool:
         """One session to its end; returns whether the controller took part."""
         ended = asyncio.Event()
-        call = stub.Register(self._requests(ended))
+        try:
+            metadata = join_token.metadata(self._join_token_file)
+        except KvistError as failure:
+            _log.warning("join_token_unusable", reason=failure.message)
+            return False
+        call = stub.Register(self._requests(ended), metadata=metadata)
         is_welcome = False
         welcome_until = asyncio.get_running_loop().time() + WELCOME_TIME_LIMIT_SECONDS
         limit_seconds: float | None = SILENCE_SECONDS

@@ -8,17 +8,17 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from kvist.settings import (
     BusSettings,
+    DoorSettings,
     ListenSettings,
     Settings,
     TelemetrySettings,
-    check_plain_text,
     join_address,
 )
 from kvist_agent.attach_settings import AttachSettings
 
 
-class WorkerSettings(Settings):
-    """How workers are started and ended."""
+class WorkerSettings(DoorSettings):
+    """How workers are started and ended, and the doors of their servers."""
 
     command: tuple[str, ...] = ()
     """Program and first arguments; this Python with `-m kvist_worker` when empty."""
@@ -29,8 +29,6 @@ class WorkerSettings(Settings):
 
     listen_host: str = "127.0.0.1"
     """IP address that workers listen at; off loopback, routers on other nodes reach them."""
-    insecure: bool = False
-    """Allow plain text off loopback."""
     liveness_interval_seconds: float = Field(default=5.0, gt=0, le=3_600)
     """How often a ready worker is asked whether it lives."""
     liveness_time_limit_seconds: float = Field(default=5.0, gt=0, le=3_600)
@@ -46,7 +44,7 @@ class WorkerSettings(Settings):
 
     @model_validator(mode="after")
     def _is_safe(self) -> Self:
-        check_plain_text(self.listen, insecure=self.insecure)
+        self.check_listen(self.listen)
         return self
 
     @property
@@ -71,8 +69,12 @@ class AgentSettings(Settings):
     """Where the agent keeps its identity and what it knows of its workers."""
     controllers: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1:7100",)
     """`host:port` of the controllers; tried in turn."""
+    tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the certificates of workers and controllers; plain text without it."""
     controller_tls_ca_file: Path | None = None
-    """PEM of the authorities that sign the controllers' certificates; plain text without it."""
+    """PEM of the authorities that sign the controllers' certificates; `tls_ca_file` when absent."""
+    join_token_file: Path | None = None
+    """File with the secret that the controllers ask agents for, where there are no client certificates."""
     grpc: ListenSettings = ListenSettings()
     """Where the agent's own gRPC server listens."""
     advertised_host: Annotated[str, StringConstraints(max_length=253)] = ""
@@ -97,6 +99,8 @@ class AgentSettings(Settings):
 
     @model_validator(mode="after")
     def _is_reachable(self) -> Self:
+        if self.workers.tls_certificate_file is not None and self.tls_ca_file is None:
+            raise ValueError("workers.tls_certificate_file needs tls_ca_file: this agent calls its workers too")
         if not self.advertised_host and ipaddress.ip_address(self.workers.listen_host).is_unspecified:
             raise ValueError(
                 f"workers.listen_host {self.workers.listen_host} is no address to reach workers by: set advertised_host"

@@ -405,6 +405,7 @@ def worker_settings(spec: WorkerSpec, *, incarnation_floor: int, network: Worker
         "grpc_listen": network.listen,
         "admin_listen": network.listen,
         "insecure": network.insecure,
+        **network.core_door(),
         "drain_time_limit_ms": spec.drain_time_limit.ToMilliseconds() or int(DEFAULT_DRAIN_SECONDS * 1000),
         "engine": spec.engine,
         "engine_arguments": json_format.MessageToDict(spec.engine_arguments),

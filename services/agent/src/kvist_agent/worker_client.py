@@ -11,7 +11,7 @@ from kvist.engine.v1.engine_pb2 import (
 from kvist.engine.v1.engine_pb2_grpc import EngineServiceStub
 from kvist.errors import rpc_errors
 from kvist.events.v1.events_pb2 import LedgerDigest
-from kvist.grpc import open_channel
+from kvist.grpc import TlsFiles, open_channel
 
 DESCRIBE_TIME_LIMIT_SECONDS = 2.0
 DIGEST_TIME_LIMIT_SECONDS = 2.0
@@ -22,6 +22,9 @@ DRAIN_SLACK_SECONDS = 5.0
 class GrpcWorkerClient:
     """Speaks `kvist.engine.v1`. Calls are rare, so each opens a channel of its own and none can go stale."""
 
+    def __init__(self, *, tls: TlsFiles | None = None) -> None:
+        self._tls = tls
+
     async def describe(
         self, address: str, *, time_limit_seconds: float = DESCRIBE_TIME_LIMIT_SECONDS
     ) -> WorkerDescription:
@@ -31,7 +34,7 @@ class GrpcWorkerClient:
             KvistError: It is not up yet, or does not answer in time.
         """
         with rpc_errors():
-            async with open_channel(address, retries=False) as channel:
+            async with open_channel(address, tls=self._tls, retries=False) as channel:
                 response = await EngineServiceStub(channel).Describe(DescribeRequest(), timeout=time_limit_seconds)
         return response.worker
 
@@ -44,7 +47,7 @@ class GrpcWorkerClient:
         limit = Duration()
         limit.FromNanoseconds(int(time_limit_seconds * 1e9))
         with rpc_errors():
-            async with open_channel(address, retries=False) as channel:
+            async with open_channel(address, tls=self._tls, retries=False) as channel:
                 await EngineServiceStub(channel).Drain(
                     DrainRequest(time_limit=limit, fence=fence), timeout=time_limit_seconds + DRAIN_SLACK_SECONDS
                 )
@@ -57,7 +60,7 @@ class GrpcWorkerClient:
         """
         found: dict[int, LedgerDigest] = {}
         with rpc_errors():
-            async with open_channel(address, retries=False) as channel:
+            async with open_channel(address, tls=self._tls, retries=False) as channel:
                 # Following, since a digest is sent at once after subscribing; the snapshot before it is dropped.
                 call = EngineServiceStub(channel).WatchKvEvents(
                     WatchKvEventsRequest(follow=True), timeout=DIGEST_TIME_LIMIT_SECONDS

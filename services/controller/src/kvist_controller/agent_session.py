@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from kvist import join_token
 from kvist.changes import Changes
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
@@ -161,7 +162,10 @@ class AgentSession:
         """
         with rpc_errors():
             stub = await self._instance.leader_stub()
-            call = stub.Register(self._relayed_requests(), metadata=((PASSED_ON, "1"),))
+            call = stub.Register(
+                self._relayed_requests(),
+                metadata=((PASSED_ON, "1"), *join_token.metadata(self._instance.join_token_file)),
+            )
             try:
                 while isinstance(response := await call.read(), pb.RegisterResponse):
                     await self._write(response)

@@ -8,8 +8,7 @@ from kvist.controller.v1.controller_pb2 import DESCRIPTOR
 from kvist.controller.v1.controller_pb2_grpc import add_ControllerServiceServicer_to_server
 from kvist.election_metrics import ElectionMetrics
 from kvist.errors import PreconditionError
-from kvist.grpc import GrpcServer, Registration
-from kvist.grpc.client import TlsFiles
+from kvist.grpc import GrpcServer, Registration, TlsFiles
 from kvist.runner import Process
 from kvist.state_store import open_store
 from kvist.store import StateStore, StoreError
@@ -23,6 +22,7 @@ from kvist_controller.published import PublishedState
 from kvist_controller.records import Keys, LeaderRecord
 from kvist_controller.service import ControllerService
 from kvist_controller.settings import ControllerSettings
+from kvist_controller.silence import Silence, answers
 
 SERVICE_NAME = DESCRIPTOR.services_by_name["ControllerService"].full_name
 RETRY_SECONDS = 0.5
@@ -72,12 +72,12 @@ class ControllerApp:
         settings, process = self._settings, self._process
         published = PublishedState()
         follower = Follower(store, self._keys, published)
-        tls = settings.controller_tls_ca_file
         instance = Instance(
             LeaderRecord(settings.name, settings.advertised_address),
             follower,
             published,
-            peer_tls=None if tls is None else TlsFiles(ca_file=tls),
+            peer_tls=TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings.grpc),
+            join_token_file=settings.join_token_file,
         )
         self._instance = instance
         service = ControllerService(instance, settings.registry)
@@ -154,6 +154,7 @@ class ControllerApp:
                 replace_after_seconds=settings.registry.replace_after_seconds,
             ),
             published=instance.published,
+            silence=Silence(partial(answers, tls=TlsFiles.of(settings.tls_ca_file, settings.grpc))),
         )
         await controller.load()
         await controller.reconcile()

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
-from kvist.grpc import open_channel
-from kvist.grpc.client import TlsFiles
+from kvist.grpc import TlsFiles, open_channel
 from kvist_controller.control import Controller, not_leading
 from kvist_controller.follower import Follower
 from kvist_controller.published import PublishedState
@@ -29,15 +29,23 @@ class Instance:
         follower: What it reads from the store.
         published: The cluster state it gives away.
         leading: What it does while it leads; none while it stands by.
+        join_token_file: Holds what agents must show to register, here and at the leader; none lets all in.
     """
 
     def __init__(
-        self, identity: LeaderRecord, follower: Follower, published: PublishedState, *, peer_tls: TlsFiles | None
+        self,
+        identity: LeaderRecord,
+        follower: Follower,
+        published: PublishedState,
+        *,
+        peer_tls: TlsFiles | None = None,
+        join_token_file: Path | None = None,
     ) -> None:
         self.identity = identity
         self.follower = follower
         self.published = published
         self.leading: Controller | None = None
+        self.join_token_file = join_token_file
         self._peer_tls = peer_tls
         self._peer: tuple[str, grpc.aio.Channel] | None = None
 

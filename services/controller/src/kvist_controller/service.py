@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from kvist import join_token
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceServicer
 from kvist.errors import InvalidRequestError, NotFoundError, invalid, invalid_field, rpc_errors
@@ -143,6 +144,7 @@ class ControllerService(ControllerServiceServicer):
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> None:
         """An agent's session, whoever leads."""
+        join_token.check(self._instance.join_token_file, context.invocation_metadata() or ())
         if self._instance.leading is None:
             _refuse_circles(context)
         first = await anext(aiter(request_iterator), None)

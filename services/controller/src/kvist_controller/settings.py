@@ -30,8 +30,12 @@ class ControllerSettings(Settings):
     """Where agents, routers, KV masters and people connect."""
     advertised_address: Annotated[str, StringConstraints(max_length=300)] = ""
     """`host:port` by which other controllers reach this one; where it listens when absent."""
+    tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the certificates of workers and other controllers; plain text without it."""
     controller_tls_ca_file: Path | None = None
-    """PEM of the authorities that sign the other controllers' certificates; plain text without it."""
+    """PEM of the authorities that sign the other controllers' certificates; `tls_ca_file` when absent."""
+    join_token_file: Path | None = None
+    """File with a secret that agents must show to register; for a mesh without client certificates."""
     store: StoreSettings = StoreSettings()
     """Where the state lies."""
     registry: RegistrySettings = RegistrySettings()

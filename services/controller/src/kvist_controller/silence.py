@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvist.engine.v1.engine_pb2 import DescribeRequest
 from kvist.engine.v1.engine_pb2_grpc import EngineServiceStub
 from kvist.errors import KvistError, rpc_errors
-from kvist.grpc import open_channel
+from kvist.grpc import TlsFiles, open_channel
 from kvist.telemetry import logger
 
 ANSWER_TIME_LIMIT_SECONDS = 1.0
@@ -40,11 +40,11 @@ class Suspect:
     incarnation: int
 
 
-async def answers(suspect: Suspect) -> bool:
+async def answers(suspect: Suspect, *, tls: TlsFiles | None = None) -> bool:
     """Whether the worker lives, as the incarnation that is known of it."""
     try:
         with rpc_errors():
-            async with open_channel(suspect.address, retries=False) as channel:
+            async with open_channel(suspect.address, tls=tls, retries=False) as channel:
                 call = EngineServiceStub(channel).Describe(DescribeRequest(), timeout=ANSWER_TIME_LIMIT_SECONDS)
                 description = (await call).worker
     except KvistError:

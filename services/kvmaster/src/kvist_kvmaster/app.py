@@ -11,8 +11,7 @@ from kvist.cluster_watch import ClusterWatch
 from kvist.controller.v1.controller_pb2 import ClusterState
 from kvist.core_telemetry import start_core_telemetry
 from kvist.errors import core_errors
-from kvist.grpc import GrpcServer, Registration, open_channel
-from kvist.grpc.client import TlsFiles
+from kvist.grpc import Channels, GrpcServer, Registration, TlsFiles
 from kvist.kvmaster.v1.kvmaster_pb2 import DESCRIPTOR
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import add_KvMasterServiceServicer_to_server
 from kvist.runner import Process
@@ -59,6 +58,9 @@ def core_settings(settings: KvMasterSettings) -> dict[str, object]:
         core["credentials_file"] = str(settings.bus.credentials_file)
     if settings.bus.tls_ca_file is not None:
         core["tls_ca_file"] = str(settings.bus.tls_ca_file)
+    tls = TlsFiles.of(settings.tls_ca_file, settings.grpc)
+    if tls is not None:
+        core["tls"] = tls.core_tls(settings.grpc.tls_role_uri)
     return core
 
 
@@ -80,11 +82,8 @@ async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) 
                 registry=process.registry,
             )
         )
-        tls = None if settings.controller_tls_ca_file is None else TlsFiles(ca_file=settings.controller_tls_ca_file)
-        channels = [
-            await stack.enter_async_context(open_channel(address, tls=tls, retries=False))
-            for address in settings.controllers
-        ]
+        tls = TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings.grpc)
+        channels = await stack.enter_async_context(Channels(settings.controllers, tls=tls))
 
         async def take(state: ClusterState) -> None:
             try:

@@ -19,8 +19,10 @@ class KvMasterSettings(Settings):
     """Where routers and people connect."""
     controllers: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1:7100",)
     """`host:port` of the controllers; tried in turn."""
+    tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the certificates of workers and controllers; plain text without it."""
     controller_tls_ca_file: Path | None = None
-    """PEM of the authorities that sign the controllers' certificates; plain text without it."""
+    """PEM of the authorities that sign the controllers' certificates; `tls_ca_file` when absent."""
     store: StoreSettings | None = None
     """The controllers' state store: who leads among KV masters, and the named prefixes. Without it there are none, and
     every KV master takes itself for the leader."""

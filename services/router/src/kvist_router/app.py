@@ -11,8 +11,7 @@ from kvist.cluster_watch import ClusterWatch
 from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion
 from kvist.core_telemetry import start_core_telemetry
 from kvist.errors import core_errors
-from kvist.grpc import open_channel
-from kvist.grpc.client import TlsFiles
+from kvist.grpc import Channels, TlsFiles
 from kvist.runner import Process
 from kvist.telemetry import logger
 from kvist_router.settings import RouterSettings
@@ -54,10 +53,15 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "default_deadline_ms": int(settings.default_deadline_seconds * 1000),
         "startup_wait_ms": int(settings.startup_wait_seconds * 1000),
         "body_limit_bytes": settings.body_limit_bytes,
+        "grpc_door": settings.core_door() | {"tls_client_optional": settings.tls_client_optional},
+        "http_door": settings.core_http_door(),
         "text_threads": settings.text_threads,
         "routing": settings.routing,
         "admission": settings.admission or "allow_all",
     }
+    tls = TlsFiles.of(settings.tls_ca_file, settings)
+    if tls is not None:
+        core["tls"] = tls.core_tls(settings.tls_role_uri)
     if settings.bus.urls:
         core["nats_url"] = ",".join(settings.bus.urls)
         core["kvmasters"] = list(settings.kvmasters)
@@ -140,11 +144,8 @@ async def _follow_until_stopped(process: Process[RouterSettings], server: "_core
             server.set_control_plane_connected(True)
             following = StaticState(settings.cluster_state_file).follow(receiver.take)
         else:
-            tls = TlsFiles(ca_file=settings.controller_tls_ca_file) if settings.controller_tls_ca_file else None
-            channels = [
-                await stack.enter_async_context(open_channel(address, tls=tls, retries=False))
-                for address in settings.controllers
-            ]
+            tls = TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings)
+            channels = await stack.enter_async_context(Channels(settings.controllers, tls=tls))
             watch = ClusterWatch(
                 subscriber=settings.name,
                 on_state=receiver.take,

@@ -8,10 +8,10 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from kvist import _core
 from kvist.errors import from_core
-from kvist.settings import BusSettings, Settings, TelemetrySettings, check_plain_text, split_address
+from kvist.settings import BusSettings, DoorSettings, TelemetrySettings, check_plain_text, split_address
 
 
-class RouterSettings(Settings):
+class RouterSettings(DoorSettings):
     """Everything that a router is told."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,63}$")] = "router-0"
@@ -20,12 +20,22 @@ class RouterSettings(Settings):
     """`host:port` of the OpenAI-compatible HTTP edge; port 0 takes a free one."""
     grpc_listen: str = "127.0.0.1:0"
     """`host:port` of the gRPC server; port 0 takes a free one."""
-    insecure: bool = False
-    """Allow plain text off loopback."""
+    tls_client_optional: bool = False
+    """Let in gRPC clients without a certificate: they may ask models, as their API keys allow. One that is shown must
+    be right."""
+    http_tls_certificate_file: Path | None = None
+    """PEM chain of the HTTP edge's certificate; that of the gRPC server when absent."""
+    http_tls_key_file: Path | None = None
+    """PEM key of that certificate."""
+    http_tls_client_ca_file: Path | None = None
+    """PEM of the authorities whose HTTP clients are let in; without it no client certificate is asked for."""
+    tls_ca_file: Path | None = None
+    """PEM of the authorities that sign the certificates of workers, KV masters and controllers; plain text without
+    it."""
     controllers: tuple[str, ...] = ()
     """`host:port` of the controllers; tried in turn."""
     controller_tls_ca_file: Path | None = None
-    """PEM of the authorities that sign the controllers' certificates; plain text without it."""
+    """PEM of the authorities that sign the controllers' certificates; `tls_ca_file` when absent."""
     cluster_state_file: Path | None = None
     """A `ClusterState` as protobuf JSON instead of controllers; watched for changes."""
     last_state_file: Path | None = None
@@ -87,6 +97,28 @@ class RouterSettings(Settings):
     def _is_consistent(self) -> Self:
         if bool(self.controllers) == (self.cluster_state_file is not None):
             raise ValueError("give either controllers or cluster_state_file")
-        for address in (self.http_listen, self.grpc_listen):
-            check_plain_text(address, insecure=self.insecure)
+        if (self.http_tls_certificate_file is None) != (self.http_tls_key_file is None):
+            raise ValueError("http_tls_certificate_file and http_tls_key_file go together")
+        if self.tls_client_optional and self.tls_client_ca_file is None:
+            raise ValueError("tls_client_optional needs tls_client_ca_file")
+        if self.http_tls_client_ca_file is not None and not self.serves_https:
+            raise ValueError("http_tls_client_ca_file needs http_tls_certificate_file")
+        self.check_listen(self.grpc_listen)
+        if not self.serves_https:
+            check_plain_text(self.http_listen, insecure=self.insecure)
         return self
+
+    @property
+    def serves_https(self) -> bool:
+        """Whether the HTTP edge has a certificate."""
+        return self.http_tls_certificate_file is not None or self.tls_certificate_file is not None
+
+    def core_http_door(self) -> dict[str, object]:
+        """What the HTTP edge is told of its door."""
+        is_own = self.http_tls_certificate_file is not None
+        files = {
+            "tls_certificate_file": self.http_tls_certificate_file if is_own else self.tls_certificate_file,
+            "tls_key_file": self.http_tls_key_file if is_own else self.tls_key_file,
+            "tls_client_ca_file": self.http_tls_client_ca_file,
+        }
+        return {name: str(path) for name, path in files.items() if path is not None}

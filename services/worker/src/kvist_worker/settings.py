@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from kvist.settings import Settings, TelemetrySettings, check_plain_text
+from kvist.settings import DoorSettings, TelemetrySettings
 
 _UINT64_MAX = 2**64 - 1
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(DoorSettings):
     """Everything that a worker is told."""
 
     worker_uid: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$", max_length=63)] = "worker-0"
@@ -29,8 +29,6 @@ class WorkerSettings(Settings):
     """Seed of the cluster's block hashes."""
     grpc_listen: str = "127.0.0.1:0"
     """`host:port` of the gRPC server; port 0 takes a free one."""
-    insecure: bool = False
-    """Allow plain text off loopback."""
     admin_listen: str = "127.0.0.1:0"
     """`host:port` of /metrics, /livez and /readyz."""
     incarnation_floor: int = Field(default=0, ge=0, lt=_UINT64_MAX)
@@ -59,12 +57,14 @@ class WorkerSettings(Settings):
 
     @model_validator(mode="after")
     def _is_safe(self) -> Self:
-        check_plain_text(self.grpc_listen, insecure=self.insecure)
+        self.check_listen(self.grpc_listen)
         return self
 
     def core_json(self) -> str:
         """What the server in the core reads."""
-        values = self.model_dump(exclude={"insecure", "engine_arguments", "runtime_threads", "telemetry"})
+        own = {"engine_arguments", "runtime_threads", "telemetry", *DoorSettings.model_fields}
+        values = self.model_dump(exclude=own)
+        values["door"] = self.core_door()
         if self.engine == "sim":
             values["sim"] = self.engine_arguments
         return json.dumps(values)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self, overload
 
 import grpc
 
 from kvist.grpc.interceptors import TraceStreamStream, TraceStreamUnary, TraceUnaryStream, TraceUnaryUnary
+from kvist.settings import DoorSettings
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# On a busy machine a handshake takes longer than a connection in plain text.
+_HANDSHAKE_TIME_LIMIT_MS = 3_000
 # Only UNAVAILABLE is tried again, and no stream after its first message.
 _SERVICE_CONFIG = json.dumps(
     {
@@ -45,6 +52,26 @@ class TlsFiles:
     certificate_file: Path | None = None
     key_file: Path | None = None
 
+    @classmethod
+    def of(cls, ca_file: Path | None, own: DoorSettings) -> Self | None:
+        """Files of a process that shows its server's certificate when it calls; none for plain text."""
+        if ca_file is None:
+            return None
+        return cls(ca_file=ca_file, certificate_file=own.tls_certificate_file, key_file=own.tls_key_file)
+
+    def core_tls(self, role_uri: str = "") -> dict[str, object]:
+        """What a client in the core is told."""
+        files: dict[str, Path | None] = {
+            "tls_ca_file": self.ca_file,
+            "tls_certificate_file": self.certificate_file,
+            "tls_key_file": self.key_file,
+        }
+        return {"tls_role_uri": role_uri, **{name: str(path) for name, path in files.items() if path is not None}}
+
+    def credentials(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Authorities, key and certificate, as they are on disk now."""
+        return _read(self.ca_file), _read(self.key_file), _read(self.certificate_file)
+
 
 def open_channel(
     address: str,
@@ -69,7 +96,8 @@ def open_channel(
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also the time that one attempt may take, the handshake included.
+        ("grpc.min_reconnect_backoff_ms", 100 if tls is None else _HANDSHAKE_TIME_LIMIT_MS),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # Every channel has connections of its own: a cut of one tells nothing about another.
         ("grpc.use_local_subchannel_pool", 1),
@@ -81,12 +109,66 @@ def open_channel(
     interceptors = [TraceUnaryUnary(), TraceUnaryStream(), TraceStreamUnary(), TraceStreamStream()]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(tls.ca_file),
-        private_key=_read(tls.key_file),
-        certificate_chain=_read(tls.certificate_file),
-    )
+    credentials = grpc.ssl_channel_credentials(*tls.credentials())
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+
+class Channels(Sequence[grpc.aio.Channel]):
+    """Channels to servers of one kind, for a process's whole life: each is opened anew when a TLS file has changed.
+
+    A channel keeps the certificates that it was opened with. Whoever takes one from here for each stream follows the
+    files; a stream that runs is not touched.
+    """
+
+    def __init__(self, addresses: Sequence[str], *, tls: TlsFiles | None) -> None:
+        self._addresses = tuple(addresses)
+        self._tls = tls
+        self._open: dict[str, tuple[object, grpc.aio.Channel]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        # A wrong file should be known at the start.
+        if self._tls is not None:
+            self._tls.credentials()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, channel in self._open.values():
+            await channel.close()
+        await asyncio.gather(*self._closing)
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    @overload
+    def __getitem__(self, position: int) -> grpc.aio.Channel: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[grpc.aio.Channel]: ...
+    def __getitem__(self, position: int | slice) -> grpc.aio.Channel | Sequence[grpc.aio.Channel]:
+        if isinstance(position, slice):
+            return [self._channel(address) for address in self._addresses[position]]
+        return self._channel(self._addresses[position])
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        known = self._open.get(address)
+        try:
+            files = None if self._tls is None else self._tls.credentials()
+        except OSError:
+            # A file that is being replaced: the channel there is does until the next time.
+            if known is not None:
+                return known[1]
+            raise
+        if known is not None:
+            if known[0] == files:
+                return known[1]
+            closing = asyncio.create_task(known[1].close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        channel = open_channel(address, tls=self._tls, retries=False)
+        self._open[address] = (files, channel)
+        return channel
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -13,20 +13,23 @@ from opentelemetry.context import attach
 from opentelemetry.propagate import extract, inject
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvist import errors, names, telemetry
+from kvist import _core, errors, names, telemetry
 
 _BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 
 class ServerCalls(grpc.aio.ServerInterceptor):
-    """Counts, times and traces the calls of a server, and turns exceptions of handlers into rich statuses.
+    """Guards, counts, times and traces the calls of a server, and turns exceptions into rich statuses.
+
+    With rules, a call that the role in its caller's certificate may not make is refused before its handler begins.
 
     An error of the catalogue keeps its code and text. Any other exception is a fault: it is logged with its traceback,
     and the caller sees `INTERNAL` without the text.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, rules: _core.DoorRules | None = None) -> None:
+        self._rules = rules
         self._log = telemetry.logger("kvist.grpc")
         self._tracer = trace.get_tracer("kvist.grpc")
         self._calls = Counter(names.GRPC_SERVER_CALLS, "Calls that ended.", ["method", "code"], registry=registry)
@@ -96,6 +99,7 @@ class ServerCalls(grpc.aio.ServerInterceptor):
         # closed from another one, where detaching would fail.
         attach(trace.set_span_in_context(span))
         try:
+            self._check(method, context)
             yield
             code = "OK"
         except errors.KvistError as failure:
@@ -103,6 +107,8 @@ class ServerCalls(grpc.aio.ServerInterceptor):
             span.set_attribute(names.ERROR_TYPE, failure.code)
             if code == "INTERNAL":
                 self._log.exception("grpc_call_failed", method=method)
+            if code == "PERMISSION_DENIED":
+                self._log.warning("call_refused", method=method, reason=failure.message)
             await errors.abort(context, failure)
         except grpc.aio.AbortError:
             set_code = context.code()
@@ -122,6 +128,13 @@ class ServerCalls(grpc.aio.ServerInterceptor):
             self._calls.labels(method, code).inc()
             self._durations.labels(method).observe(time.monotonic() - started)
             span.end()
+
+    def _check(self, method: str, context: Any) -> None:
+        if self._rules is None:
+            return
+        uris = [uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ())]
+        with errors.core_errors():
+            self._rules.check(method, uris)
 
 
 def _with_trace(details: Any) -> Any:

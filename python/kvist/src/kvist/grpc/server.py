@@ -12,12 +12,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from kvist import _core, telemetry
+from kvist.errors import core_errors
 from kvist.grpc.interceptors import ServerCalls
-from kvist.settings import ListenSettings, join_address, split_address
+from kvist.settings import ListenSettings, is_loopback, join_address, split_address
 
 # Clients ping every 30 s (see `client`); more often than this is refused.
 _LEAST_PING_INTERVAL_MS = 10_000
 _CLOSE_GRACE_SECONDS = 1.0
+# Whoever connects and then says nothing is shown out after this time.
+_HANDSHAKE_TIME_LIMIT_MS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class GrpcServer:
         self._names = tuple(service.name for service in services)
         self._health: Any = getattr(health, "aio").HealthServicer()  # noqa: B009  Its types do not export it.
         self._server = grpc.aio.server(
-            interceptors=[ServerCalls(registry)],
+            interceptors=[ServerCalls(registry, rules=_rules(settings))],
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
@@ -56,6 +60,7 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
                 ("grpc.so_reuseport", 0),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIME_LIMIT_MS),
             ],
         )
         for service in services:
@@ -78,6 +83,8 @@ class GrpcServer:
         credentials = _credentials(self._settings)
         try:
             if credentials is None:
+                if not is_loopback(host):
+                    telemetry.logger("kvist.grpc").warning("plain_text_off_loopback", address=self._settings.listen)
                 port = self._server.add_insecure_port(self._settings.listen)
             else:
                 port = self._server.add_secure_port(self._settings.listen, credentials)
@@ -104,6 +111,14 @@ class GrpcServer:
         """Turns NOT_SERVING for good, refuses new calls, and ends running ones after the grace. Idempotent."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_seconds)
+
+
+def _rules(settings: ListenSettings) -> _core.DoorRules | None:
+    """The table of who may call what; none where nobody is asked for a certificate."""
+    if settings.tls_client_ca_file is None:
+        return None
+    with core_errors():
+        return _core.DoorRules(list(settings.open_services), settings.tls_role_uri)
 
 
 def _credentials(settings: ListenSettings) -> grpc.ServerCredentials | None:
