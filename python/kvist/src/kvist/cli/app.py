@@ -7,6 +7,7 @@ import typer
 import kvist
 from kvist import _core
 from kvist.cli import cluster, config, doctor, generation, kv, resources, route, services, store, twin
+from kvist.cli import certs, cluster, config, connection, doctor, generation, kv, nats, resources, route, services, twin
 
 app = typer.Typer(no_args_is_help=True, help="Kvist: a gRPC mesh that serves language models.", add_completion=True)
 
@@ -24,6 +25,9 @@ app.add_typer(kv.app, name="kv", rich_help_panel="Routing")
 app.add_typer(twin.app, name="twin", rich_help_panel="Routing")
 app.add_typer(config.app, name="config", rich_help_panel="Processes")
 app.add_typer(store.app, name="store", rich_help_panel="Processes")
+app.add_typer(certs.app, name="certs", rich_help_panel="Security")
+app.add_typer(nats.app, name="nats", rich_help_panel="Security")
+app.callback()(connection.choose_tls)
 for service in services.SERVICES:
     app.add_typer(services.starter(service), name=service, rich_help_panel="Processes")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated
 
 import grpc
@@ -13,6 +15,7 @@ from grpc_status import rpc_status
 from kvist import errors
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.embedded.layout import ClusterRecord, Layout
+from kvist.grpc import TlsFiles
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceStub
 from kvist.router.v1.router_pb2_grpc import RouterServiceStub
 
@@ -33,8 +36,55 @@ _EXIT_BY_STATUS = {
     "PERMISSION_DENIED": EXIT_AUTHENTICATION,
 }
 
+# What the command was given before its name.
+_TLS: ContextVar[TlsFiles | None] = ContextVar("tls", default=None)
+
 RouterEndpoint = Annotated[str | None, typer.Option("--endpoint", help="host:port of a router")]
 ControllerEndpoint = Annotated[str | None, typer.Option("--controller", help="host:port of a controller")]
+
+
+def choose_tls(
+    *,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option("--tls-ca", envvar="KVIST_TLS_CA_FILE", help="authorities of the servers (PEM); turns TLS on"),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", envvar="KVIST_TLS_CERTIFICATE_FILE", help="your certificate (PEM), of the role operator"
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", envvar="KVIST_TLS_KEY_FILE", help="key of your certificate (PEM)")
+    ] = None,
+) -> None:
+    """Kvist: a gRPC mesh that serves language models."""
+    if (tls_certificate is None) != (tls_key is None):
+        raise fail("--tls-cert and --tls-key go together", "", EXIT_USAGE)
+    if tls_certificate is not None and tls_ca is None:
+        raise fail("--tls-cert needs --tls-ca", "name the authorities of the servers", EXIT_USAGE)
+    _TLS.set(None if tls_ca is None else TlsFiles(tls_ca, tls_certificate, tls_key))
+
+
+def chosen_tls() -> TlsFiles | None:
+    """The files that the command was given; none for plain text."""
+    return _TLS.get()
+
+
+def open_sync_channel(address: str) -> grpc.Channel:
+    """A channel to a server of the mesh, with TLS when the command was given authorities."""
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    tls = chosen_tls()
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    try:
+        credentials = grpc.ssl_channel_credentials(*tls.credentials())
+    except OSError as failure:
+        raise fail(
+            f"a TLS file cannot be read: {failure.strerror}", "check --tls-ca, --tls-cert and --tls-key", EXIT_USAGE
+        ) from failure
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def fail(what: str, hint: str, code: int) -> typer.Exit:
@@ -69,8 +119,7 @@ def address_of(process: str, endpoint: str | None) -> str:
 @contextmanager
 def connection(address: str) -> Iterator[grpc.Channel]:
     """A channel whose failed calls end the command with what happened, why, and what to do."""
-    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-    with grpc.insecure_channel(address, options=options) as channel:
+    with open_sync_channel(address) as channel:
         try:
             yield channel
         except grpc.RpcError as failure:
@@ -83,6 +132,9 @@ def end_of_call(failure: grpc.RpcError, address: str) -> typer.Exit:
     details = str(failure.details() or "")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         return fail(f"nobody answers at {address}", "look at `kvist status` and `kvist doctor`", EXIT_NETWORK)
+    if code is grpc.StatusCode.UNAVAILABLE and chosen_tls() is None:
+        hint = "if the server speaks TLS, name its authorities with `kvist --tls-ca FILE`"
+        return fail(f"the connection to {address} broke off", hint, EXIT_NETWORK)
     error = None
     try:
         status = rpc_status.from_call(failure)

@@ -20,7 +20,7 @@ from rich.text import Text
 import kvist
 from kvist import _core
 from kvist.cli.cluster import look
-from kvist.cli.connection import EXIT_OTHER
+from kvist.cli.connection import EXIT_OTHER, open_sync_channel
 from kvist.cli.output import AsJson, console, print_json
 from kvist.cli.services import SERVICES
 from kvist.embedded.cluster import CannotStartError, is_free, nats_server_path
@@ -171,7 +171,7 @@ def _health(name: str, address: str) -> Finding:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(state))
 
     try:
-        with grpc.insecure_channel(address) as channel:
+        with open_sync_channel(address) as channel:
             state = ask(health_pb2_grpc.HealthStub(channel).Check)
     except grpc.RpcError as failure:
         state = failure.code().name

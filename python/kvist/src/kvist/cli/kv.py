@@ -18,6 +18,7 @@ from kvist.cli.connection import (
     ControllerEndpoint,
     controller_stub,
     kvmaster_stub,
+    open_sync_channel,
     router_stub,
 )
 from kvist.cli.output import AsJson, print_json, print_table
@@ -264,7 +265,7 @@ def read_ledgers(controller: str | None) -> dict[Key, View]:
     for node in nodes:
         if not node.address:
             continue
-        with grpc.insecure_channel(node.address) as channel:
+        with open_sync_channel(node.address) as channel:
             try:
                 audit = AgentServiceStub(channel).Audit(AuditRequest(), timeout=CALL_TIME_LIMIT_SECONDS)
             except grpc.RpcError as failure:
