@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog.testing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -199,6 +200,14 @@ async def test_certificates_are_replaced_under_a_stream_that_runs(tmp_path: Path
             assert isinstance(await stream.read(), kvmaster_pb2.WatchSourcesResponse)
         stream.cancel()
         assert await is_let_in(channels[0])
+
+
+async def test_plain_text_off_loopback_is_warned_of_at_each_start() -> None:
+    for listen, warnings in (("0.0.0.0:0", 1), ("127.0.0.1:0", 0)):
+        with structlog.testing.capture_logs() as lines:
+            async with served(ListenSettings(listen=listen, insecure=True)):
+                pass
+        assert [line["event"] for line in lines].count("plain_text_off_loopback") == warnings
 
 
 def test_a_wrong_role_pattern_is_said_at_the_start(tmp_path: Path) -> None:

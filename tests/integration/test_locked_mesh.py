@@ -53,7 +53,7 @@ def listener(pki: CertificateFolder, role: str, prefix: str = "") -> dict[str, o
 async def locked_mesh(folder: Path) -> AsyncIterator[tuple[Mesh, CertificateFolder]]:
     pki = authority(folder / "pki")
     bus = NatsFolder(folder / "bus")
-    bus.write(cluster=CLUSTER, tls=(pki.certificate_file("router"), pki.key_file("router")))
+    bus.write(cluster=CLUSTER, tls=(pki.certificate_file("nats"), pki.key_file("nats")))
     mesh = Mesh(folder)
     mesh.nats = NatsProcess(folder, configuration=bus.configuration_file.read_text())
     calls = {"tls_ca_file": pki.certificate_file("ca")}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvist.certificates import LOOPBACK, ROLES, SERVERS, CertificateFolder
+from kvist.certificates import LOOPBACK, OTHERS, ROLES, SERVERS, CertificateFolder
 from kvist.cli.app import app
 from kvist.errors import KvistError
 from support.certificates import authority, expired
@@ -20,9 +20,11 @@ def content(folder: CertificateFolder) -> dict[str, bytes]:
 
 def test_all_roles_get_a_certificate_that_states_theirs(tmp_path: Path) -> None:
     folder = CertificateFolder(tmp_path / "pki")
-    assert folder.init(hosts=["mesh.example", "10.0.0.7"], trust_domain="mesh.example") == ["ca", *ROLES]
+    assert folder.init(hosts=["mesh.example", "10.0.0.7"], trust_domain="mesh.example") == ["ca", *ROLES, *OTHERS]
     seen = {one.name: one for one in folder.seen()}
-    assert set(seen) == {"ca", *ROLES}
+    assert set(seen) == {"ca", *ROLES, *OTHERS}
+    assert seen["nats"].uris == ()
+    assert set(seen["nats"].hosts) == set(seen["router"].hosts)
     for role in ROLES:
         assert seen[role].uris == (f"spiffe://mesh.example/kvist/{role}",)
         assert set(seen[role].hosts) == ({*LOOPBACK, "mesh.example", "10.0.0.7"} if role in SERVERS else set())
@@ -49,7 +51,7 @@ def test_what_is_there_stays_and_what_is_missing_comes_back(tmp_path: Path) -> N
 def test_renewing_leaves_the_authority(tmp_path: Path) -> None:
     folder = authority(tmp_path)
     before = content(folder)
-    assert folder.init(renew=True) == list(ROLES)
+    assert folder.init(renew=True) == [*ROLES, *OTHERS]
     same = {name for name, data in content(folder).items() if data == before[name]}
     assert same == {"ca.crt", "ca.key"}
 
@@ -83,7 +85,7 @@ def test_the_command_shows_what_has_ended_and_what_is_a_strangers(tmp_path: Path
     assert run(app, ["certs", "init", str(tmp_path), "--host", "mesh.example"]).exit_code == 0
     shown = run(app, ["certs", "show", str(tmp_path), "--json"])
     assert shown.exit_code == 0
-    assert {one["name"] for one in json.loads(shown.stdout)["certificates"] if one["valid"]} == {"ca", *ROLES}
+    assert {one["name"] for one in json.loads(shown.stdout)["certificates"] if one["valid"]} == {"ca", *ROLES, *OTHERS}
     stranger = authority(tmp_path / "stranger")
     (tmp_path / "agent.crt").write_bytes(stranger.certificate_file("agent").read_bytes())
     shown = run(app, ["certs", "show", str(tmp_path), "--json"])

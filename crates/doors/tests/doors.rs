@@ -265,6 +265,21 @@ async fn a_door_for_http_speaks_what_the_client_prefers_and_the_older_tls_too() 
     }
 }
 
+#[tokio::test]
+async fn an_address_may_say_by_its_scheme_whether_it_is_encrypted() {
+    let (folder, authority) = (Folder::new("addresses"), Authority::new());
+    let tls = client(authority.write(&folder.path("ca.pem")), None);
+    let open = |tls, address| ClientTls::channel(tls, address, PeerRole::Worker, |endpoint| endpoint);
+    for address in ["host:1", "10.0.0.7:1", "[::1]:1", "http://host:1", "http://host:1/"] {
+        assert!(open(None, address).is_ok() && open(Some(&tls), address).is_ok(), "{address}");
+    }
+    assert!(open(Some(&tls), "https://host:1").is_ok());
+    assert!(open(None, "https://host:1").unwrap_err().message.contains("tls_ca_file"));
+    for address in ["", "a b:1", "ftp://host:1"] {
+        assert!(open(None, address).is_err() && open(Some(&tls), address).is_err(), "{address}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn wrong_files_are_said_with_their_setting_and_without_their_content() {
     let (folder, authority) = (Folder::new("files"), Authority::new());

@@ -87,8 +87,8 @@ codes! {
     RequestTooLarge = "REQUEST_TOO_LARGE", ResourceExhausted, 413, "request_too_large", "request_too_large", "request_too_large", false, "The request is larger than the limit";
     /// No key, or a wrong one.
     InvalidApiKey = "INVALID_API_KEY", Unauthenticated, 401, "invalid_request_error", "invalid_api_key", "authentication_error", false, "The API key is missing or wrong";
-    /// The key is right and may not do this.
-    PermissionDenied = "PERMISSION_DENIED", PermissionDenied, 403, "invalid_request_error", "permission_denied", "permission_error", false, "The key may not do this";
+    /// The key or certificate is right and may not do this.
+    PermissionDenied = "PERMISSION_DENIED", PermissionDenied, 403, "invalid_request_error", "permission_denied", "permission_error", false, "The key or certificate may not do this";
     /// No target of the model takes requests.
     NoReadyTarget = "NO_READY_TARGET", Unavailable, 503, "service_unavailable", "no_ready_target", "overloaded_error", true, "No worker of the model takes requests";
     /// Too much is running.

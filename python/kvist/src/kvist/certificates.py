@@ -4,6 +4,7 @@
 <folder>/
   ca.crt, ca.key           the authority
   <role>.crt, <role>.key   one certificate for each role, of all hosts that were named
+  nats.crt, nats.key       one for the NATS server, without a role
 ```
 
 Keys are readable by their owner alone. A mesh that people depend on has certificates from somebody who can revoke and
@@ -34,6 +35,8 @@ SERVERS = ("router", "worker", "agent", "controller", "kvmaster")
 # Those who only call.
 CALLERS = ("client", "operator")
 ROLES = (*SERVERS, *CALLERS)
+# Servers beside Kvist's own; their certificates state no role.
+OTHERS = ("nats",)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3_650
 # Clocks of machines differ.
@@ -102,14 +105,13 @@ class CertificateFolder:
         else:
             certificate, key = self._make_authority(trust_domain)
             made.append(_AUTHORITY)
-        for role in ROLES:
-            is_there = self.certificate_file(role).exists() and self.key_file(role).exists()
+        for name in (*ROLES, *OTHERS):
+            is_there = self.certificate_file(name).exists() and self.key_file(name).exists()
             if is_there and not renew:
                 continue
-            self._make(
-                role, hosts=hosts, uri=f"spiffe://{trust_domain}/kvist/{role}", days=days, issuer=(certificate, key)
-            )
-            made.append(role)
+            uri = f"spiffe://{trust_domain}/kvist/{name}" if name in ROLES else None
+            self._make(name, hosts=hosts, uri=uri, days=days, issuer=(certificate, key))
+            made.append(name)
         return made
 
     def seen(self) -> Iterator[Seen]:
@@ -159,30 +161,30 @@ class CertificateFolder:
 
     def _make(
         self,
-        role: str,
+        name: str,
         *,
         hosts: Sequence[str],
-        uri: str,
+        uri: str | None,
         days: int,
         issuer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey],
     ) -> None:
         authority, authority_key = issuer
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"kvist-{role}")])
-        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri)]
-        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
-        if role in SERVERS:
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"kvist-{name}")])
+        names: list[x509.GeneralName] = [] if uri is None else [x509.UniformResourceIdentifier(uri)]
+        purposes = [] if name in OTHERS else [ExtendedKeyUsageOID.CLIENT_AUTH]
+        if name not in CALLERS:
             names += [_host(host) for host in dict.fromkeys((*LOOPBACK, *hosts))]
             purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
         certificate = (
-            _builder(name, key, issuer=authority.subject, issuer_key=authority_key, days=days)
+            _builder(subject, key, issuer=authority.subject, issuer_key=authority_key, days=days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(digital_signature=True), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(authority_key, hashes.SHA256())
         )
-        self._write(role, certificate, key)
+        self._write(name, certificate, key)
 
     def _write(self, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         secret = key.private_bytes(
