@@ -156,7 +156,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no events": {"nats": {"bundled": False}, "kvmaster": {"enabled": False}},
     "TLS": {
         "tls": {"enabled": True, "existingSecret": "mesh-tls"},
-        "kvmaster": {"enabled": False},
         "modelServices": [SIM],
     },
     "IPv6": {"listenHost": "[::]"},

@@ -186,12 +186,12 @@ def test_plain_text_is_said_where_it_is_spoken(helm, tmp_path):
 
 
 def test_with_tls_no_server_that_has_it_speaks_plain_text(helm, tmp_path):
-    rendered = helm.render({"tls": {"enabled": True, "existingSecret": "mesh-tls"}, "kvmaster": {"enabled": False}})
+    rendered = helm.render({"tls": {"enabled": True, "existingSecret": "mesh-tls"}})
     for process in ("controller", "agent"):
         grpc = load_settings(rendered, process, tmp_path).grpc
         files = (str(grpc.tls_certificate_file), str(grpc.tls_key_file))
         assert (grpc.insecure, *files) == (False, "/etc/kvist-tls/tls.crt", "/etc/kvist-tls/tls.key")
-    for process in ("router", "agent"):
+    for process in ("router", "kvmaster", "agent"):
         assert str(load_settings(rendered, process, tmp_path).controller_tls_ca_file) == "/etc/kvist-tls/ca.crt"
 
 

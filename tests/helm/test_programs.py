@@ -169,7 +169,6 @@ def test_the_job_verifies_the_controller_when_there_is_tls(helm):
     values = {
         "modelServices": [SIM],
         "tls": {"enabled": True, "existingSecret": "mesh-tls"},
-        "kvmaster": {"enabled": False},
     }
     (container,) = job_of(helm.render(values))["spec"]["template"]["spec"]["containers"]
     assert container["args"][-1] == "/etc/kvist-tls/ca.crt"

@@ -58,12 +58,10 @@ REFUSED = {
             **etcd(),
             "controller": {"replicas": 2},
             "tls": {"enabled": True, "existingSecret": "a"},
-            "kvmaster": {"enabled": False},
         },
         "set controller.replicas to 1",
     ),
-    "TLS without a secret": ({"tls": {"enabled": True}, "kvmaster": {"enabled": False}}, "tls.existingSecret"),
-    "TLS with a KV master": ({"tls": {"enabled": True, "existingSecret": "a"}}, "set kvmaster.enabled to false"),
+    "TLS without a secret": ({"tls": {"enabled": True}}, "tls.existingSecret"),
 }
 
 

@@ -1,6 +1,9 @@
 //! Log lines that strangers cause, and must not be able to fill a disk with.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use parking_lot::Mutex;
 
@@ -15,7 +18,7 @@ pub(crate) struct Complaints {
 
 impl Complaints {
     /// Notes one, and says it when the last line is long enough ago.
-    pub(crate) fn note(&self, reason: &str) {
+    pub(crate) fn note(&self, peer: Option<SocketAddr>, reason: &str) {
         let mut state = self.state.lock();
         let (last, left_out) = &mut *state;
         let now = Instant::now();
@@ -26,6 +29,7 @@ impl Complaints {
         *last = Some(now);
         let others = std::mem::take(left_out);
         drop(state);
-        tracing::warn!(reason, others, "tls_handshake_failed");
+        let peer = peer.map(tracing::field::display);
+        tracing::warn!(peer, reason, others, "tls_handshake_failed");
     }
 }

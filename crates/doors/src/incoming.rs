@@ -92,7 +92,7 @@ async fn accept(listener: TcpListener, door: Arc<Door>, ready: mpsc::Sender<Door
                     && let Some(oldest) = running.pop_front()
                 {
                     oldest.abort();
-                    door.complaints.note("too many handshakes at once");
+                    door.complaints.note(None, "too many handshakes at once");
                 }
                 running.push_back(handshakes.spawn(shake_hands(Arc::clone(&door), stream, ready.clone())));
             }
@@ -105,10 +105,11 @@ async fn accept(listener: TcpListener, door: Arc<Door>, ready: mpsc::Sender<Door
 }
 
 async fn shake_hands(door: Arc<Door>, stream: TcpStream, ready: mpsc::Sender<DoorStream>) {
+    let peer = stream.peer_addr().ok();
     match timeout(HANDSHAKE_TIME_LIMIT, door.receive(prompt(stream))).await {
         // The server may have ended meanwhile.
         Ok(Ok(stream)) => drop(ready.send(stream).await),
-        Ok(Err(error)) => door.complaints.note(&error.to_string()),
-        Err(_) => door.complaints.note("the handshake took too long"),
+        Ok(Err(error)) => door.complaints.note(peer, &error.to_string()),
+        Err(_) => door.complaints.note(peer, "the handshake took too long"),
     }
 }

@@ -95,6 +95,9 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- if eq .Values.store.kind "etcd" -}}
 {{- $_ := set $own "store" (include "kvist.store" . | fromYaml) -}}
 {{- end -}}
+{{- if .Values.tls.enabled -}}
+{{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .Values.kvmaster.settings) $own | toYaml -}}
 {{- end -}}
 

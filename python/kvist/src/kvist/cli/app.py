@@ -6,8 +6,21 @@ import typer
 
 import kvist
 from kvist import _core
-from kvist.cli import cluster, config, doctor, generation, kv, resources, route, services, store, twin
-from kvist.cli import certs, cluster, config, connection, doctor, generation, kv, nats, resources, route, services, twin
+from kvist.cli import (
+    certs,
+    cluster,
+    config,
+    connection,
+    doctor,
+    generation,
+    kv,
+    nats,
+    resources,
+    route,
+    services,
+    store,
+    twin,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Kvist: a gRPC mesh that serves language models.", add_completion=True)
 
