@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "link": {"proto", "errors", "doors"},
     "history": {"proto", "errors", "blocks", "ledger", "telemetry"},
     "events": {"history", "index", "ledger", "blocks", "proto", "errors", "doors", "telemetry"},
-    "worker": {"proto", "errors", "doors", "blocks", "ledger", "history", "twin", "link", "telemetry"},
+    "worker": {"proto", "errors", "doors", "blocks", "ledger", "history", "events", "twin", "link", "telemetry"},
     "router": {"proto", "errors", "doors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
     "edge": {"proto", "errors", "doors", "dialect", "router", "telemetry"},
 }

@@ -15,7 +15,7 @@ use kvist_worker::{EngineHost, RequestSink};
 use prost::Message as _;
 use pyo3::prelude::*;
 
-use crate::failure::raise_invalid;
+use crate::failure::{raise, raise_invalid};
 
 /// The ledgers and the load of a worker. All methods may be called from any thread.
 #[pyclass(frozen, name = "EngineHost", module = "kvist._core")]
@@ -63,6 +63,22 @@ impl Host {
     /// The cache of a rank is empty.
     fn cleared(&self, py: Python<'_>, rank: u32) {
         py.detach(|| self.inner.cleared(rank));
+    }
+
+    /// Feeds a rank's ledger from the sockets on which the engine publishes its KV events, as vLLM does. Settings:
+    /// `endpoint`, `replay_endpoint`, `engine_rank`, `hash_algorithm`, `python_hash_seed`. Only within `start`.
+    fn follow_vllm(&self, py: Python<'_>, rank: u32, settings_json: &str) -> PyResult<()> {
+        py.detach(|| self.inner.follow_vllm(rank, settings_json)).map_err(|error| raise(&error))
+    }
+
+    /// The engine is about to empty its cache and will say so late; returns how many blocks were claimed.
+    fn clear_ordered(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.inner.clear_ordered())
+    }
+
+    /// Nothing is known of what the engine holds.
+    fn cache_unknown(&self, py: Python<'_>) {
+        py.detach(|| self.inner.cache_unknown());
     }
 
     /// Block hashes of a prompt, as the ledger names them.
@@ -120,28 +136,34 @@ impl Sink {
         self.inner.request_id()
     }
 
-    /// New tokens of the first choice. `logprobs` is an encoded `TokenDelta` whose log-probabilities are taken;
-    /// `cached_tokens` goes with the first tokens.
-    #[pyo3(signature = (token_ids, logprobs=None, cached_tokens=None))]
+    /// New tokens of a choice. `logprobs` is an encoded `TokenDelta` whose log-probabilities are taken; `cached_tokens`
+    /// goes with the first tokens.
+    #[pyo3(signature = (token_ids, logprobs=None, cached_tokens=None, choice=0))]
     fn tokens(
         &self,
         py: Python<'_>,
         token_ids: Vec<u32>,
         logprobs: Option<&[u8]>,
         cached_tokens: Option<u32>,
+        choice: u32,
     ) -> PyResult<()> {
         let logprobs = match logprobs {
             Some(encoded) => TokenDelta::decode(encoded).map_err(|error| raise_invalid("logprobs", error))?.logprobs,
             None => Vec::new(),
         };
-        py.detach(|| self.inner.tokens(token_ids, logprobs, cached_tokens));
+        py.detach(|| self.inner.delta(TokenDelta { index: choice, token_ids, logprobs, cached_tokens }));
         Ok(())
     }
 
-    /// The engine ended the request: an encoded `kvist.engine.v1.Finished`.
-    fn finished(&self, py: Python<'_>, finished: &[u8]) -> PyResult<()> {
+    /// The engine ended the request: an encoded `kvist.engine.v1.Finished`. `prompt_logprobs` is an encoded `TokenDelta`
+    /// whose log-probabilities are those of the prompt.
+    #[pyo3(signature = (finished, prompt_logprobs=None))]
+    fn finished(&self, py: Python<'_>, finished: &[u8], prompt_logprobs: Option<&[u8]>) -> PyResult<()> {
         let finished = Finished::decode(finished).map_err(|error| raise_invalid("finished", error))?;
-        py.detach(|| self.inner.finished(finished));
+        let prompt = TokenDelta::decode(prompt_logprobs.unwrap_or_default())
+            .map_err(|error| raise_invalid("prompt_logprobs", error))?
+            .logprobs;
+        py.detach(|| self.inner.finished_with_prompt_logprobs(finished, prompt));
         Ok(())
     }
 

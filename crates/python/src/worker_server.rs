@@ -61,6 +61,11 @@ impl WorkerServer {
         }
     }
 
+    /// Whether the engine has failed for good.
+    fn has_failed(&self) -> bool {
+        matches!(&*self.state.lock(), State::Running(server) if server.has_failed())
+    }
+
     /// Takes nothing new, waits for what runs and aborts the rest. Returns how many ended by themselves and how many
     /// were aborted.
     fn drain(&self, py: Python<'_>, time_limit_ms: u64) -> PyResult<(u32, u32)> {

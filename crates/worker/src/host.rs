@@ -3,13 +3,17 @@
 use std::sync::{Arc, Weak};
 
 use kvist_blocks::{BlockHash, HashSeed, Namespace, Tier};
+use kvist_errors::{Code, KvistError};
 use kvist_history::SharedLedger;
 use kvist_ledger::{EngineEvent, EngineHash, Ledger, LedgerSettings, StoredBlocks};
 use kvist_proto::events::v1::{LoadReport, SourceId};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::worker::Worker;
+use crate::{
+    vllm_events::{VllmEventsSettings, VllmFollower},
+    worker::Worker,
+};
 
 /// A clonable handle to the ledgers and the load of one worker.
 #[derive(Clone)]
@@ -25,6 +29,7 @@ struct Inner {
     loads: Mutex<Vec<LoadReport>>,
     load_number: watch::Sender<u64>,
     worker: Weak<Worker>,
+    followers: Mutex<Vec<VllmFollower>>,
 }
 
 /// How an engine host is set up.
@@ -60,6 +65,7 @@ impl EngineHost {
                 loads: Mutex::new((0..settings.ranks.max(1)).map(load).collect()),
                 load_number: watch::Sender::new(0),
                 worker,
+                followers: Mutex::default(),
             }),
         }
     }
@@ -111,6 +117,39 @@ impl EngineHost {
     /// The whole cache of a rank is empty.
     pub fn cleared(&self, rank: u32) {
         self.cache_changed(rank, &[EngineEvent::Cleared]);
+    }
+
+    /// Feeds a rank's ledger from the sockets on which the engine publishes its KV events. Called within a runtime.
+    ///
+    /// # Errors
+    /// The settings are wrong, or there is no such rank.
+    pub fn follow_vllm(&self, rank: u32, settings_json: &str) -> Result<(), KvistError> {
+        let settings = VllmEventsSettings::from_json(settings_json)?;
+        let Some(ledger) = self.inner.ledgers.get(rank as usize).cloned() else {
+            return Err(KvistError::field(Code::InvalidArgument, "rank", "the engine has no such rank"));
+        };
+        let Inner { namespace, hash_seed, worker, followers, .. } = &*self.inner;
+        followers.lock().push(VllmFollower::start(&settings, namespace, *hash_seed, ledger, Weak::clone(worker)));
+        Ok(())
+    }
+
+    /// The engine is about to empty its cache, and will say so late, after events that are older than the order: nothing
+    /// is claimed until then. Returns how many blocks were claimed.
+    pub fn clear_ordered(&self) -> u64 {
+        let claimed = self.block_count();
+        self.tell_all_ranks(&EngineEvent::ClearOrdered);
+        claimed
+    }
+
+    /// Nothing is known of what the engine holds: the accounts of all ranks start over, empty and incomplete.
+    pub fn cache_unknown(&self) {
+        self.tell_all_ranks(&EngineEvent::Lost);
+    }
+
+    fn tell_all_ranks(&self, event: &EngineEvent) {
+        for rank in 0..self.inner.ledgers.len() {
+            self.cache_changed(u32::try_from(rank).unwrap_or(u32::MAX), std::slice::from_ref(event));
+        }
     }
 
     /// Leading blocks of a prompt that a rank's ledger claims.

@@ -14,6 +14,7 @@ mod service;
 mod settings;
 mod sim;
 mod sink;
+mod vllm_events;
 mod worker;
 
 pub use engine::{Engine, EngineDescription, TokenizerFile};
@@ -22,3 +23,4 @@ pub use server::{WorkerAddresses, WorkerServer};
 pub use settings::WorkerSettings;
 pub use sim::{SimWorkerEngine, SimWorkerSettings, sim_tokenizer};
 pub use sink::RequestSink;
+pub use vllm_events::VllmEventsSettings;

@@ -153,6 +153,12 @@ impl WorkerServer {
         &self.addresses
     }
 
+    /// Whether the engine has failed for good: such a worker is of no use any more.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        *self.worker.watch_failure().borrow()
+    }
+
     /// Takes nothing new and waits for what runs until the limit; then aborts the rest. Returns how many requests ended by
     /// themselves and how many were aborted.
     pub async fn drain(&self, limit: Duration) -> (u32, u32) {

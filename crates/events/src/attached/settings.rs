@@ -62,12 +62,15 @@ pub enum HashAlgorithmName {
 }
 
 impl HashAlgorithmName {
-    fn reproducible(self) -> Option<HashAlgorithm> {
-        match self {
-            Self::Sha256 => Some(HashAlgorithm::Sha256),
-            Self::Sha256Cbor => Some(HashAlgorithm::Sha256Cbor),
-            Self::Unstated | Self::Xxhash | Self::XxhashCbor => None,
-        }
+    /// How its hashes are recomputed, with the engine's `PYTHONHASHSEED`; none where they cannot be.
+    #[must_use]
+    pub fn scheme(self, seed: Option<&str>) -> Option<HashScheme> {
+        let algorithm = match self {
+            Self::Sha256 => HashAlgorithm::Sha256,
+            Self::Sha256Cbor => HashAlgorithm::Sha256Cbor,
+            Self::Unstated | Self::Xxhash | Self::XxhashCbor => return None,
+        };
+        Some(HashScheme { algorithm, seed: seed.map(str::to_owned) })
     }
 }
 
@@ -188,8 +191,7 @@ impl AttachSettings {
         engine.media.extend(self.media.iter().map(|(name, meaning)| (name.to_lowercase(), meaning.medium())));
         engine.has_plain_requests_only = self.plain_requests_only;
         engine.may_repeat = self.may_repeat;
-        let scheme = |algorithm| HashScheme { algorithm, seed: self.python_hash_seed.clone() };
-        engine.hashes = self.hash_algorithm.reproducible().map(scheme);
+        engine.hashes = self.hash_algorithm.scheme(self.python_hash_seed.as_deref());
         let mut settings = VllmReaderSettings::new(events, replay, engine);
         settings.topic.clone_from(&self.topic);
         settings.idle_interval = Duration::from_millis(self.idle_interval_ms);

@@ -28,6 +28,16 @@ class EngineHost:
         """One copy of each of these blocks has left the cache. Said before their memory is used for something else."""
     def cleared(self, rank: int) -> None:
         """The cache of a rank is empty."""
+    def follow_vllm(self, rank: int, settings_json: str) -> None:
+        """Feeds a rank's ledger from the sockets on which the engine publishes its KV events, as vLLM does.
+
+        Settings: `endpoint`, `replay_endpoint`, `engine_rank`, `hash_algorithm`, `python_hash_seed`. Only within
+        `start`.
+        """
+    def clear_ordered(self) -> int:
+        """The engine is about to empty its cache and will say so late; returns how many blocks were claimed."""
+    def cache_unknown(self) -> None:
+        """Nothing is known of what the engine holds."""
     def block_hashes(self, tokens: list[int], adapter: str = "", cache_salt: str = "") -> list[int]:
         """Block hashes of a prompt, as the ledger names them."""
     def claimed_blocks(self, rank: int, block_hashes: list[int]) -> int:
@@ -54,14 +64,23 @@ class RequestSink:
     @property
     def request_id(self) -> str:
         """Id of the request."""
-    def tokens(self, token_ids: list[int], logprobs: bytes | None = None, cached_tokens: int | None = None) -> None:
-        """New tokens of the first choice.
+    def tokens(
+        self,
+        token_ids: list[int],
+        logprobs: bytes | None = None,
+        cached_tokens: int | None = None,
+        choice: int = 0,
+    ) -> None:
+        """New tokens of a choice.
 
         `logprobs` is an encoded `TokenDelta` whose log-probabilities are taken; `cached_tokens` goes with the first
         tokens.
         """
-    def finished(self, finished: bytes) -> None:
-        """The engine ended the request: an encoded `kvist.engine.v1.Finished`."""
+    def finished(self, finished: bytes, prompt_logprobs: bytes | None = None) -> None:
+        """The engine ended the request: an encoded `kvist.engine.v1.Finished`.
+
+        `prompt_logprobs` is an encoded `TokenDelta` whose log-probabilities are those of the prompt.
+        """
     def failed(
         self,
         code: str,
@@ -105,6 +124,8 @@ class WorkerServer:
 
         Returns `grpc_address`, `admin_address` and `incarnation` as JSON text.
         """
+    def has_failed(self) -> bool:
+        """Whether the engine has failed for good."""
     def drain(self, time_limit_ms: int) -> tuple[int, int]:
         """Takes nothing new, waits for what runs and aborts the rest.
 

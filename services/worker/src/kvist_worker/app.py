@@ -23,6 +23,8 @@ from kvist_worker import engines
 from kvist_worker.settings import WorkerSettings
 
 _T = TypeVar("_T")
+# Between two looks at whether the engine still lives.
+_HEALTH_SECONDS = 0.25
 _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -70,7 +72,11 @@ def run(settings: WorkerSettings, *, ready_path: Path | None) -> None:
             if ready_path is not None:
                 _announce(ready_path, addresses)
             log.info("listening", worker_uid=settings.worker_uid, engine=settings.engine, **addresses)
-            stop.asked.wait()
+            while not stop.asked.wait(_HEALTH_SECONDS):
+                if server.has_failed():
+                    # Whoever waits has been told. An engine does not come back by itself: the agent starts another.
+                    call(server.stop)
+                    raise errors.error("ENGINE_FAILED", "the engine has failed")
             log.info("draining", time_limit_ms=settings.drain_time_limit_ms)
             with errors.core_errors():
                 finished, aborted = call(lambda: server.drain(settings.drain_time_limit_ms))

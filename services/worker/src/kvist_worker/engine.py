@@ -18,12 +18,18 @@ class EngineCapabilities:
         logprobs: Log-probabilities of generated tokens.
         json_schema: Output constrained by a JSON schema.
         grammar: Output constrained by a grammar.
+        regex: Output constrained by a regular expression.
+        adapters: LoRA adapters.
+        kv_transfer: Hand-over of KV between engines.
         kv_events: The cache is accounted for, block by block.
     """
 
     logprobs: bool = False
     json_schema: bool = False
     grammar: bool = False
+    regex: bool = False
+    adapters: bool = False
+    kv_transfer: bool = False
     kv_events: bool = False
 
 
@@ -94,6 +100,15 @@ class EngineHost(Protocol):
     def cleared(self, rank: int) -> None:
         """The cache of a rank is empty."""
 
+    def follow_vllm(self, rank: int, settings_json: str) -> None:
+        """Feeds a rank's ledger from the sockets on which the engine publishes its KV events. Only within `start`."""
+
+    def clear_ordered(self) -> int:
+        """The engine is about to empty its cache and will say so late; returns how many blocks were claimed."""
+
+    def cache_unknown(self) -> None:
+        """Nothing is known of what the engine holds."""
+
     def claimed_blocks(self, rank: int, block_hashes: list[int]) -> int:
         """Leading blocks of a prompt that the ledger claims."""
 
@@ -107,11 +122,20 @@ class EngineHost(Protocol):
 class RequestSink(Protocol):
     """Where the events of one request go; exactly one `finished` or `failed` ends it."""
 
-    def tokens(self, token_ids: list[int], logprobs: bytes | None = None, cached_tokens: int | None = None) -> None:
-        """New tokens. `logprobs` is an encoded `TokenDelta` of which only those are read."""
+    def tokens(
+        self,
+        token_ids: list[int],
+        logprobs: bytes | None = None,
+        cached_tokens: int | None = None,
+        choice: int = 0,
+    ) -> None:
+        """New tokens of a choice. `logprobs` is an encoded `TokenDelta` of which only those are read."""
 
-    def finished(self, finished: bytes) -> None:
-        """The engine ended the request: an encoded `kvist.engine.v1.Finished`."""
+    def finished(self, finished: bytes, prompt_logprobs: bytes | None = None) -> None:
+        """The engine ended the request: an encoded `kvist.engine.v1.Finished`.
+
+        `prompt_logprobs` is an encoded `TokenDelta` whose log-probabilities are those of the prompt.
+        """
 
     def failed(
         self,
