@@ -20,6 +20,9 @@ POLL_SECONDS = 0.05
 # Start times are read from the kernel's ticks; two readings of the same process are equal up to rounding.
 _START_TIME_TOLERANCE_SECONDS = 0.02
 
+# What is killed is gone within this time, unless the kernel holds it in a call.
+_KILL_SECONDS = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
@@ -42,6 +45,26 @@ class ProcessIdentity:
             return None if process.status() == psutil.STATUS_ZOMBIE else process
         except psutil.NoSuchProcess:
             return None
+
+
+def end_left_behind(identity: ProcessIdentity) -> int:
+    """Kills what a process that has ended left running in its session, such as the processes of its engine.
+
+    Returns:
+        How many there were.
+    """
+    session = identity.process_id
+    if psutil.pid_exists(session):
+        # It lives, or its id is another's by now: then nothing of the session is left.
+        return 0
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, timeout=_KILL_SECONDS)
+    return len(left)
 
 
 class WorkerProcess:

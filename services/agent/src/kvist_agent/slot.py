@@ -31,7 +31,7 @@ from kvist.errors import KvistError
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.telemetry import logger
 from kvist_agent.back_off import RestartBackOff
-from kvist_agent.process import WorkerProcess
+from kvist_agent.process import WorkerProcess, end_left_behind
 from kvist_agent.reach import reached_from_elsewhere, reached_here
 from kvist_agent.settings import WorkerSettings
 from kvist_agent.slot_files import SlotFolder, SlotRecord, write_json
@@ -353,6 +353,9 @@ class WorkerSlot:
     async def _bury(self, reason: str) -> None:
         """Announces a death at once: the controller by status, everybody else by tombstone."""
         incarnation = self._record.incarnation
+        left = 0 if self._record.process is None else await asyncio.to_thread(end_left_behind, self._record.process)
+        if left:
+            _log.warning("worker_left_processes_behind", worker_uid=self.worker_uid, processes=left)
         self._process = None
         self._description = None
         self._dead_incarnation = incarnation
