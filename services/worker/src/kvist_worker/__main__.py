@@ -1,11 +1,13 @@
 """`python -m kvist_worker --settings-file FILE [--ready-file FILE]`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import kvist
+from kvist import engines as engine_environments
 from kvist import settings as settings_module
 from kvist import telemetry
 from kvist.errors import KvistError
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.writelines(f"{path}: {value}  # {origin}\n" for path, value, origin in loaded.lines())
     if flags.check or flags.show_config:
         return EXIT_OK
+    become_engines_python(settings.engine, sys.argv[1:] if arguments is None else arguments)
     telemetry.configure_logging(settings.telemetry, service="kvist-worker", instance=settings.worker_uid)
     log = telemetry.logger("kvist_worker")
     try:
@@ -55,6 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.exception("worker_failed")
         return EXIT_FAILED
     return EXIT_OK
+
+
+def become_engines_python(engine: str, arguments: Sequence[str]) -> None:
+    """Continues in the engine's own environment when it has one: same process, another Python."""
+    environment = engine_environments.find(engine)
+    # The prefix, since interpreters of environments are links to the same program.
+    if environment is None or os.path.realpath(sys.prefix) == os.path.realpath(environment.folder):
+        return
+    python = str(environment.python)
+    os.execv(python, [python, "-m", "kvist_worker", *arguments])  # noqa: S606
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from kvist.cli import (
     config,
     connection,
     doctor,
+    engine,
     generation,
     kv,
     nats,
@@ -36,6 +37,7 @@ app.command("delete", rich_help_panel="Resources")(resources.delete)
 app.add_typer(route.app, name="route", rich_help_panel="Routing")
 app.add_typer(kv.app, name="kv", rich_help_panel="Routing")
 app.add_typer(twin.app, name="twin", rich_help_panel="Routing")
+app.add_typer(engine.app, name="engine", rich_help_panel="Models")
 app.add_typer(config.app, name="config", rich_help_panel="Processes")
 app.add_typer(store.app, name="store", rich_help_panel="Processes")
 app.add_typer(certs.app, name="certs", rich_help_panel="Security")
