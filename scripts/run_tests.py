@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = {
     "deep": "long property runs and faults: ./task test:deep",
     "long outages": "faults under sustained load for minutes: ./task test:chaos",
-    "vllm": "a real vLLM engine",
+    "vllm": "a real vLLM engine: ./task test:vllm",
     "kubernetes": "the chart on a control plane",
     "bench": "measurements: ./task bench:mesh",
 }

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from kvist.errors import FieldViolation, error, invalid, invalid_field
 from kvist_worker.engine import EngineAdapter
 
-NAMES = ("llamacpp", "sim")
+NAMES = ("llamacpp", "sim", "vllm")
 
 
 def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
@@ -40,6 +40,13 @@ def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
                 ) from failure
             return LlamaCppEngine(checked)
         case "vllm":
-            raise error("NOT_IMPLEMENTED", "this version has no adapter for vllm")
+            try:
+                from kvist_worker.engines.vllm import binding  # noqa: PLC0415
+                from kvist_worker.engines.vllm.adapter import VllmEngine  # noqa: PLC0415
+            except ImportError as failure:
+                raise error(
+                    "NOT_IMPLEMENTED", f"vLLM cannot be imported ({failure}): kvist engine install vllm --cpu or --cuda"
+                ) from failure
+            return VllmEngine(binding.VllmBinding(binding.read_arguments(arguments)))
         case _:
             raise invalid_field("engine", f"must be one of {', '.join(NAMES)}")

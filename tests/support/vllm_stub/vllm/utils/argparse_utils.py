@@ -1,0 +1,6 @@
+"""Stub."""
+
+from argparse import ArgumentParser
+
+
+class FlexibleArgumentParser(ArgumentParser): ...

@@ -1,0 +1,9 @@
+"""Stub."""
+
+from vllm.exceptions import VLLMServerError
+
+
+class EngineGenerateError(VLLMServerError): ...
+
+
+class EngineDeadError(VLLMServerError): ...
