@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,14 @@ from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.errors import KvistError, rpc_errors
 from kvist.grpc import open_channel
+from kvist.grpc.client import TlsFiles
 from kvist.runner import Process
-from kvist.settings import StoreSettings
+from kvist.settings import ListenSettings, StoreSettings
 from kvist.store.sqlite import SqliteStore
 from kvist_controller.app import ControllerApp
 from kvist_controller.settings import ControllerSettings
 from support.control_plane import ClusterReader, ScriptedAgent, manifest
+from support.nats_security import Certificate, make_certificate
 
 LIMIT_SECONDS = 40
 LEASE_SECONDS = 1.0
@@ -42,18 +45,27 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def controller(store: Path, name: str) -> AsyncIterator[Running]:
-    """A whole controller: store, election, server."""
+async def controller(store: Path, name: str, certificate: Certificate | None = None) -> AsyncIterator[Running]:
+    """A whole controller: store, election, server; with a certificate it asks its clients for one too."""
     settings = ControllerSettings(
         name=name, cluster="test", store=StoreSettings(path=store), leader_lease_seconds=LEASE_SECONDS
     )
+    tls = None
+    if certificate is not None:
+        tls = TlsFiles(certificate.ca_file, certificate.file, certificate.key_file)
+        listen = ListenSettings(
+            tls_certificate_file=certificate.file,
+            tls_key_file=certificate.key_file,
+            tls_client_ca_file=certificate.ca_file,
+        )
+        settings = settings.model_copy(update={"grpc": listen, "controller_tls_ca_file": certificate.ca_file})
     ready = store.with_name(f"{name}.json")
     process = Process(settings, CollectorRegistry(), Readiness(start="starting"), ready)
     task = asyncio.create_task(ControllerApp(process).run())
     try:
         while not ready.exists():
             await asyncio.sleep(0.01)
-        async with open_channel(json.loads(ready.read_text())["grpc_address"], retries=False) as channel:
+        async with open_channel(json.loads(ready.read_text())["grpc_address"], tls=tls, retries=False) as channel:
             yield Running(process, ControllerServiceStub(channel), task)
     finally:
         process.stopping.set()
@@ -61,12 +73,14 @@ async def controller(store: Path, name: str) -> AsyncIterator[Running]:
 
 
 @contextlib.asynccontextmanager
-async def leader_and_standby(tmp_path: Path) -> AsyncIterator[tuple[Running, Running]]:
+async def leader_and_standby(
+    tmp_path: Path, certificate: Certificate | None = None
+) -> AsyncIterator[tuple[Running, Running]]:
     path = tmp_path / "state.sqlite"
-    async with asyncio.timeout(LIMIT_SECONDS), controller(path, "first") as first:
+    async with asyncio.timeout(LIMIT_SECONDS), controller(path, "first", certificate) as first:
         while not first.process.readiness.is_ready:
             await asyncio.sleep(0.01)
-        async with controller(path, "second") as second:
+        async with controller(path, "second", certificate) as second:
             while not second.process.readiness.is_ready:
                 await asyncio.sleep(0.01)
             yield first, second
@@ -136,6 +150,17 @@ async def test_each_tells_whether_it_leads_and_whether_the_store_answers(tmp_pat
         await first.leave()
         while numbers(second) != (1.0, 1.0, 2.0):
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by the openssl command")
+async def test_controllers_show_each_other_their_certificates(tmp_path: Path) -> None:
+    async with leader_and_standby(tmp_path, make_certificate(tmp_path)) as (first, second):
+        await second.stub.Apply(pb.ApplyRequest(resource=manifest(replicas=1)))
+        async with ScriptedAgent(second.stub) as agent:
+            await agent.until(lambda: agent.assignment.workers)
+        assert [node.inventory.node_uid for node in (await first.stub.ListNodes(pb.ListNodesRequest())).nodes] == [
+            "node-a"
+        ]
 
 
 async def test_a_call_that_was_passed_on_is_not_passed_on_again(tmp_path: Path) -> None:
