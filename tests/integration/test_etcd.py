@@ -12,11 +12,13 @@ from typing import TypeVar
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from kvist import errors
 from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.etcd.api import auth_pb2, rpc_pb2
 from kvist.etcd.api.rpc_pb2_grpc import AuthStub, KVStub
+from kvist.etcd.watch import SILENCE_SECONDS
 from kvist.grpc.client import TlsFiles
 from kvist.store import (
     AccessError,
@@ -88,6 +90,19 @@ async def test_a_mirror_whose_history_was_cut_learns_of_deletions(etcd: EtcdProc
         task.cancel()
     assert [("delete", "/a"), ("put", "/b")] == seen
     assert {"/b": b"2"} == {key: item.value for key, item in mirror.contents.items()}
+
+
+async def test_a_quiet_store_is_not_taken_for_a_dead_member(etcd: EtcdProcess) -> None:
+    """Nothing changes for longer than a member is believed in silence."""
+    async with asyncio.timeout(SECONDS), store_of(etcd.address) as store:
+        revision = (await store.list("")).revision
+        watching = asyncio.ensure_future(anext(store.watch("/quiet", after_revision=revision)))
+        with capture_logs() as logs:
+            await asyncio.sleep(2 * SILENCE_SECONDS + 1.5)
+        assert "etcd_member_left" not in {line["event"] for line in logs}
+        written = await store.put("/quiet", b"1")
+        batch = await watching
+        assert [written] == [event.revision for event in batch.events]
 
 
 async def test_changes_larger_than_a_message_come_whole(tmp_path: Path) -> None:

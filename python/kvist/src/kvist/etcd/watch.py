@@ -87,8 +87,10 @@ async def _stream(
     is_asked = False
     reading: asyncio.Future[object] | None = None
     try:
+        # From the revision that was seen on, and not the one after it: etcd gives no progress to a watch that begins in
+        # the future, and a quiet store would look like a dead member.
         create = WatchCreateRequest(
-            key=key, range_end=range_end, start_revision=after_revision + 1, progress_notify=True, fragment=True
+            key=key, range_end=range_end, start_revision=max(1, after_revision), progress_notify=True, fragment=True
         )
         async with asyncio.timeout(SILENCE_SECONDS):
             await call.write(WatchRequest(create_request=create))
@@ -109,7 +111,7 @@ async def _stream(
                 # The member's own revision: what lies between is still to come.
                 yield min(response.header.revision, after_revision), []
                 continue
-            fragments += response.events
+            fragments += (event for event in response.events if event.kv.mod_revision > after_revision)
             # All changes of a revision belong together.
             if not response.fragment:
                 events, fragments = fragments, []
