@@ -20,6 +20,7 @@ from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.grpc import open_channel
 from kvist.kvmaster.v1 import kvmaster_pb2
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceStub
+from kvist.manifest import to_resource
 from kvist.store import Event, EventType
 from kvist.store.mirror import Mirror
 from support.etcd_process import EtcdCluster
@@ -36,6 +37,7 @@ class ControlMesh(Mesh):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.etcd = EtcdCluster(folder)
+        self._changes = 0
         # (revision, key, value, or none when the claim ended) of every election.
         self.claims: list[tuple[int, str, str | None]] = []
 
@@ -76,15 +78,29 @@ class ControlMesh(Mesh):
         )
         return time.monotonic() - started
 
-    async def apply_anywhere(self, *, replicas: int, decode_step_ms: float, limit_seconds: float = 60.0) -> float:
-        """Applies the model service by whichever controller takes it; seconds until one did."""
+    async def change(self, *, replicas: int, decode_step_ms: float, limit_seconds: float = 60.0) -> float:
+        """Applies the model service with something new, by whichever controller takes it; seconds until one did."""
+        self._changes += 1
+        manifest = {
+            "apiVersion": "kvist.dev/v1alpha1",
+            "kind": "ModelService",
+            "metadata": {"name": "sim"},
+            "spec": {
+                "engine": {"name": "sim", "arguments": {"decodeStepMs": decode_step_ms}},
+                "replicas": replicas,
+                # A change of it restarts nothing.
+                "drainTimeout": f"{1_000 + self._changes}ms",
+            },
+        }
         started = time.monotonic()
         async with asyncio.timeout(limit_seconds):
             while True:
-                for name in ("controller-0", "controller-1"):
-                    self.services["controller"] = self.services[name]
+                for address in self.controllers:
                     with contextlib.suppress(grpc.aio.AioRpcError):
-                        await self.apply(replicas=replicas, engine_arguments={"decodeStepMs": decode_step_ms})
+                        async with open_channel(address, retries=False) as channel:
+                            request = pb.ApplyRequest(resource=to_resource(manifest))
+                            done = await ControllerServiceStub(channel).Apply(request, timeout=2)
+                        assert done.resource.metadata.resource_version
                         return time.monotonic() - started
                 await asyncio.sleep(0.1)
 
