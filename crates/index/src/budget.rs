@@ -4,6 +4,8 @@
 //! since it came by last, and is given up. A source that has its fair share already gives up of its own, and the others
 //! give up of those that have more than theirs: so a newcomer finds room, and a giant does not push out what others use.
 
+use kvist_blocks::BlockHash;
+
 use crate::{
     core::Core,
     node::{is_touched, set_touched},
@@ -16,18 +18,24 @@ const MOST_STEPS: u32 = 64;
 impl Core {
     /// Gives up a node so that a slot may have its room; false when none is found within some steps.
     pub(crate) fn evict(&mut self, slot: u32) -> bool {
-        let unreachable = std::mem::take(&mut self.unreachable);
-        if unreachable != 0 && self.is_unreachable(unreachable) {
-            self.give_up_node(unreachable);
+        if let Some((number, parent)) = self.unreachable.take()
+            && self.is_unreachable(number, parent)
+        {
+            self.give_up_node(number);
             return true;
         }
         if self.has_fair_share(slot) { self.evict_own(slot) } else { self.evict_any() }
     }
 
-    fn is_unreachable(&self, number: u32) -> bool {
-        let Some(node) = self.node(number) else { return false };
-        let is_known = node.parent.is_some_and(|parent| self.find(parent).is_some());
-        node.parent.is_some() && !is_known && !self.pinned.contains(&number)
+    /// Whether a node is still behind a block that was given up, and has not come back since.
+    fn is_unreachable(&mut self, number: u32, parent: BlockHash) -> bool {
+        let Some(node) = self.node(number).filter(|node| node.parent == Some(parent)) else { return false };
+        if self.pinned.contains(&number) {
+            return false;
+        }
+        self.load_holders(&node);
+        let holder = self.holders.all().next().map(|(who, _)| who.slot());
+        holder.is_none_or(|slot| self.place_of(slot, parent).is_none_or(|seat| !self.holds(seat, slot)))
     }
 
     /// Whether a slot holds at least as much as the average of those that hold something.

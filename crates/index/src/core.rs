@@ -13,6 +13,7 @@ use kvist_blocks::{BlockHash, Incarnation, SourceKey, Tier, WorkerUid};
 use crate::{
     arena::{Arena, Lines, NO_LINE},
     holders::Holders,
+    loose::LooseEnd,
     node::{self, MAX_SLOTS, Node, Record},
     source::{Slot, SlotUse, Source, SourceStatus, TierSum},
     sources::{SourceList, Sources},
@@ -21,7 +22,7 @@ use crate::{
 };
 
 /// Nodes that may be given up for one piece of memory.
-const MOST_VICTIMS: usize = 4;
+pub(crate) const MOST_VICTIMS: usize = 4;
 
 /// Lines of a chunk: so many that the list of chunks stays short, and that a node's hashes fit. Up to 64 KiB, an
 /// allocator adds hardly anything to a power of two.
@@ -67,7 +68,14 @@ pub(crate) struct Core {
     pub(crate) lists: Arena,
     /// Of the table.
     pub(crate) pages: Arena,
+    /// Of the heads of nodes.
     pub(crate) table: Table,
+    /// Bytes of what says where the blocks of each slot stand.
+    pub(crate) places_bytes: u64,
+    /// The slot whose map has to keep its room until the end of the change.
+    pub(crate) growing: Option<u32>,
+    /// What the change at hand has still to put right.
+    pub(crate) loose_ends: Vec<LooseEnd>,
     pub(crate) sources: Sources,
     pub(crate) slots: Vec<Slot>,
     /// Slots some of whose blocks were given up.
@@ -87,8 +95,8 @@ pub(crate) struct Core {
     pub(crate) holders: Holders,
     /// Where the search for what could be given up goes on.
     pub(crate) hand: u32,
-    /// A node that no look-up reaches any more.
-    pub(crate) unreachable: u32,
+    /// A node that no look-up reaches any more, and the block before it.
+    pub(crate) unreachable: Option<(u32, BlockHash)>,
     /// Nodes below this are part of the sums of the scrub that runs.
     pub(crate) scrub_end: u32,
     pub(crate) scrub_part: u32,
@@ -118,6 +126,9 @@ impl Core {
             lists,
             pages,
             table,
+            places_bytes: 0,
+            growing: None,
+            loose_ends: Vec::new(),
             sources,
             slots: Vec::new(),
             truncated: Vec::new(),
@@ -131,7 +142,7 @@ impl Core {
             pinned: [0; 3],
             holders: Holders::default(),
             hand: 1,
-            unreachable: 0,
+            unreachable: None,
             scrub_end: 0,
             scrub_part: 0,
             visits: 0,
@@ -140,8 +151,12 @@ impl Core {
 
     // What readers know.
 
-    pub(crate) fn publish(&mut self) {
+    pub(crate) fn count_bytes(&self) {
         self.counters.bytes.store(self.bytes(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn publish(&mut self) {
+        self.count_bytes();
         self.published.set(View {
             records: Arc::clone(self.records.lines()),
             words: Arc::clone(self.words.lines()),
@@ -152,7 +167,8 @@ impl Core {
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        self.records.bytes() + self.words.bytes() + self.lists.bytes() + self.pages.bytes() + self.table.bytes()
+        let arenas = self.records.bytes() + self.words.bytes() + self.lists.bytes() + self.pages.bytes();
+        arenas + self.table.bytes() + self.places_bytes
     }
 
     fn publish_sources(&mut self, old: &SourceList) {
@@ -218,6 +234,7 @@ impl Core {
     /// What a slot holds belongs to nobody from here on.
     pub(crate) fn bury(&mut self, slot: u32) {
         self.slots[slot as usize].used_for = SlotUse::Dead;
+        self.drop_places(slot);
         self.dead_slots.push(slot);
     }
 
@@ -301,8 +318,8 @@ impl Core {
         node::hash_at(self.records.lines(), self.words.lines(), seat)
     }
 
-    /// Where a block is, held or not.
-    pub(crate) fn find(&self, hash: BlockHash) -> Option<Seat> {
+    /// The node that begins with a block.
+    pub(crate) fn find_head(&self, hash: BlockHash) -> Option<Seat> {
         self.table.find(self.pages.lines(), hash, |seat| self.hash_at(seat) == Some(hash))
     }
 

@@ -114,6 +114,15 @@ impl<'a> Entries<'a> {
         })
     }
 
+    /// A bit for each place before which somebody ends who holds what is before it.
+    pub(crate) fn ends(&self) -> u128 {
+        let at = |place: u32| 1u128.checked_shl(place).unwrap_or(0);
+        let full = if self.node.lanes > 0 { at(self.node.full) } else { 0 };
+        let cuts = self.cuts().fold(full, |ends, (_, cut)| ends | at(cut));
+        // Where a run of places ends.
+        self.holed().fold(cuts, |ends, (_, mask)| ends | mask << 1 & !mask)
+    }
+
     fn more_lanes(&self) -> usize {
         self.node.lanes.saturating_sub(1) as usize * 2
     }

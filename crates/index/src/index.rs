@@ -79,7 +79,7 @@ pub enum DigestVerdict {
 /// Memory of the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Distinct blocks.
+    /// Blocks that somebody holds. One that sources know behind other blocks, or behind none, may be counted twice.
     pub blocks: u64,
     /// Pairs of a block and a holder, those of closed sources that are not yet swept included.
     pub holders: u64,
@@ -256,6 +256,7 @@ impl Index {
             inner.core.bury(slot);
             return false;
         }
+        inner.core.tie_all(slot);
         let mut source = Source::new(slot, incarnation);
         source.next_sequence = next_sequence;
         source.complete = complete;
@@ -483,7 +484,7 @@ impl Index {
     pub(crate) fn lose_silently(&self, key: &SourceKey, hash: kvist_blocks::BlockHash) {
         let core = &mut self.write().core;
         let Some(slot) = core.sources.get(key).map(|source| source.slot) else { return };
-        let Some(seat) = core.find(hash) else { return };
+        let Some(seat) = core.place_of(slot, hash) else { return };
         core.take_out(seat.node, slot, Tier::Device, 1 << seat.offset);
     }
 
@@ -501,7 +502,9 @@ impl Index {
         if let Some(position) = position {
             core.sources.begin(position);
         }
-        let node = hash.and_then(|hash| core.find(hash)).map(|seat| seat.node);
+        let slots = 0..core.slots.len() as u32;
+        let node =
+            hash.and_then(|hash| slots.into_iter().find_map(|slot| core.place_of(slot, hash))).map(|seat| seat.node);
         if let Some(record) = node.and_then(|node| core.record(node)) {
             crate::node::begin_change(record);
         }
@@ -513,6 +516,11 @@ impl Index {
             core.end(position);
         }
         result
+    }
+
+    /// Looks at what the writer keeps.
+    pub(crate) fn with_core<T>(&self, look: impl FnOnce(&mut Core) -> T) -> T {
+        look(&mut self.write().core)
     }
 
     /// Nodes that the writer has looked at so far.

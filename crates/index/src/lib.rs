@@ -4,8 +4,9 @@
 //! the next one; anything else it reports to its feeder, which fetches what is missing.
 //!
 //! Blocks lie in nodes: up to 128 that follow each other in a prompt, with their hashes side by side and with those that
-//! hold them as bits. A hash already stands for its whole prefix, so a node needs no way up: a table from hash to seat
-//! finds it, and a look-up takes a step for a node, with one comparison where all of it is asked for.
+//! hold them as bits. A hash already stands for its whole prefix, so a node needs no way up: a table of the blocks with which
+//! nodes begin finds it, and a look-up takes a step for a node, with one comparison where all of it is asked for. Where
+//! its own blocks stand, each source has a map for itself.
 //!
 //! There is one writer at a time, and look-ups wait for nobody. All that they read is made of atomic words with versions
 //! around them; a walk that finds the versions unchanged after it has read what each source says of itself was a walk
@@ -23,8 +24,10 @@ mod holders;
 mod index;
 mod lists;
 mod lookup;
+mod loose;
 mod node;
 mod overlaps;
+mod places;
 mod recent;
 mod remove;
 mod runs;

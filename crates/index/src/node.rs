@@ -1,6 +1,6 @@
 //! A node: up to 128 consecutive blocks of one prompt path, in a record of one line.
 //!
-//! A hash stands for its whole prefix, so a node is found by the hash of any of its blocks and needs no way up. The hashes
+//! A hash stands for its whole prefix, so a node is found by the hash of its first block and needs no way up. The hashes
 //! lie beside each other in prompt order. A block keeps its place as long as any block behind it in the node is held, held or not.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};

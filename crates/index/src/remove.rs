@@ -9,18 +9,19 @@ use crate::{
     core::Core,
     holders::{Who, ones, tier_of},
     node::{self, NODE_BLOCKS, Node},
+    places::{bits, tracked},
     source::SlotUse,
-    store::{TOUCHED_AT_ONCE, order_for},
+    store::order_for,
     table::Seat,
 };
 
 /// Blocks of one node that are to go.
 #[derive(Clone, Copy, Debug, Default)]
-struct Going {
-    node: u32,
-    places: u128,
+pub(crate) struct Going {
+    pub(crate) node: u32,
+    pub(crate) places: u128,
     /// What the slot holds of it in the tier.
-    own: u128,
+    pub(crate) own: u128,
 }
 
 impl Core {
@@ -29,7 +30,7 @@ impl Core {
         let (mut going, mut last, mut unknown) = (Going::default(), None, 0);
         for hash in hashes {
             // Blocks that go together mostly stood beside each other.
-            let seat = self.beside(last, *hash).or_else(|| self.find(*hash));
+            let seat = self.beside(&going, last, *hash).or_else(|| self.place_of(slot, *hash));
             last = seat;
             let Some(seat) = seat else {
                 unknown += u64::from(!self.remove_given_up(slot, tier, *hash));
@@ -56,10 +57,12 @@ impl Core {
         unknown
     }
 
-    fn beside(&self, last: Option<Seat>, hash: BlockHash) -> Option<Seat> {
-        let last = last?;
+    /// The place before or behind the last one, if it is that of a block and held.
+    fn beside(&self, going: &Going, last: Option<Seat>, hash: BlockHash) -> Option<Seat> {
+        let last = last.filter(|last| last.node == going.node)?;
         let before = last.offset.checked_sub(1).map(|offset| Seat { offset, ..last });
-        let is_it = |seat: &Seat| self.hash_at(*seat) == Some(hash);
+        let is_it =
+            |seat: &Seat| going.own.checked_shr(seat.offset).unwrap_or(0) & 1 != 0 && self.hash_at(*seat) == Some(hash);
         before.filter(is_it).or_else(|| Some(Seat { offset: last.offset + 1, ..last }).filter(is_it))
     }
 
@@ -81,8 +84,9 @@ impl Core {
         true
     }
 
-    fn take_out_going(&mut self, slot: u32, tier: Tier, going: Going) {
-        let Some(node) = self.node(going.node).filter(|_| going.places != 0) else { return };
+    /// Takes blocks out with their account. False when the rest of the node had to be given up.
+    pub(crate) fn take_out_going(&mut self, slot: u32, tier: Tier, going: Going) -> bool {
+        let Some(node) = self.node(going.node).filter(|_| going.places != 0) else { return true };
         let sum = self.sum(going.node, &node, going.places);
         let is_scrubbed = self.is_scrubbed(going.node);
         let is_given_up = !self.take_out(going.node, slot, tier, going.places);
@@ -94,6 +98,7 @@ impl Core {
         } else if is_scrubbed {
             account.scrubbed[tier.position()].subtract(&sum);
         }
+        !is_given_up
     }
 
     /// Takes places of a node from a slot, without its account. False when the whole node had to be given up, since there
@@ -135,7 +140,8 @@ impl Core {
     ) -> bool {
         let new_any = left.into_iter().fold(0, |any, mask| any | mask);
         let (before, after) = (others | old_any, others | new_any);
-        let hashes: Vec<u64> = self.hashes(number, &node).iter().map(|hash| hash.load(Relaxed)).collect();
+        self.leave_places(slot, number, &node, tracked(old_any) & !tracked(new_any));
+        let head = self.hashes(number, &node).first().map(|hash| BlockHash(hash.load(Relaxed)));
         let len = NODE_BLOCKS - after.leading_zeros();
         if len > 0 {
             let pinned = std::mem::replace(&mut self.pinned[2], number);
@@ -150,25 +156,27 @@ impl Core {
         self.count_pairs(slot, old_any, new_any);
         self.count_blocks(before, after);
         if len == 0 {
-            self.free_node(number, &node, &hashes);
+            self.free_node(number, &node, head);
         } else {
-            self.forget_from(number, len, &hashes);
             self.shrink_hashes(number, node);
         }
         if new_any == 0 {
             self.tidy_list(slot);
         }
+        self.tidy_places(slot);
         true
     }
 
-    /// Takes the hashes from a place on out of the table.
-    fn forget_from(&mut self, number: u32, from: u32, hashes: &[u64]) {
-        for (offset, hash) in (0u32..).zip(hashes).skip(from as usize) {
-            if (offset - from).is_multiple_of(TOUCHED_AT_ONCE as u32) {
-                let next = hashes.iter().skip(offset as usize).take(TOUCHED_AT_ONCE);
-                self.touch(next.map(|hash| BlockHash(*hash)));
+    /// Takes places of a node out of a slot's map.
+    fn leave_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) {
+        if self.slots[slot as usize].places.is_empty() {
+            return;
+        }
+        for offset in bits(places) {
+            let hash = self.hashes(number, node).get(offset as usize).map(|hash| BlockHash(hash.load(Relaxed)));
+            if let Some(hash) = hash {
+                self.drop_place(slot, hash, Seat { node: number, offset });
             }
-            self.forget(BlockHash(*hash), Seat { node: number, offset });
         }
     }
 
@@ -192,11 +200,13 @@ impl Core {
     }
 
     /// Lets go of a node; its accounts are done.
-    fn free_node(&mut self, number: u32, node: &Node, hashes: &[u64]) {
+    fn free_node(&mut self, number: u32, node: &Node, head: Option<BlockHash>) {
         if let Some(record) = self.record(number) {
             node::begin_change(record);
         }
-        self.forget_from(number, 0, hashes);
+        if let Some(head) = head {
+            self.forget(head, Seat { node: number, offset: 0 });
+        }
         self.give_back(node.hashes);
         self.give_back(node.holders);
         self.free_record(number);
@@ -224,14 +234,17 @@ impl Core {
         }
         for of_slot in all.chunk_by(|(left, _), (right, _)| left.slot() == right.slot()) {
             let any = of_slot.iter().fold(0, |any, (_, mask)| any | mask);
-            self.count_pairs(of_slot[0].0.slot(), any, 0);
+            let slot = of_slot[0].0.slot();
+            self.count_pairs(slot, any, 0);
+            self.leave_places(slot, number, &node, tracked(any));
+            self.tidy_places(slot);
         }
         self.count_blocks(present, 0);
         let next = node.next;
-        if self.node(next).is_some_and(|next| next.parent.is_some_and(|parent| hashes.contains(&parent.0))) {
-            self.unreachable = next;
+        if let Some(parent) = self.node(next).and_then(|next| next.parent).filter(|parent| hashes.contains(&parent.0)) {
+            self.unreachable = Some((next, parent));
         }
-        self.free_node(number, &node, &hashes);
+        self.free_node(number, &node, hashes.first().map(|hash| BlockHash(*hash)));
         all.dedup_by_key(|(who, _)| who.slot());
         all.into_iter().for_each(|(who, _)| self.tidy_list(who.slot()));
     }

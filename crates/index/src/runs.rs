@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::atomic::Ordering::Relaxed};
 
 use kvist_blocks::{BlockHash, Run, Tier};
 
-use crate::{core::Core, store::TOUCHED_AT_ONCE};
+use crate::core::Core;
 
 impl Core {
     /// The runs of a slot by tier, in no particular order.
@@ -27,12 +27,6 @@ impl Core {
             }
         }
         runs
-    }
-
-    /// Brings the places of hashes in the table into the processor's caches. Probes that do not wait for each other take a
-    /// fraction of the time of those of a change, each of which depends on the one before.
-    pub(crate) fn touch(&self, hashes: impl Iterator<Item = BlockHash>) {
-        self.table.directory().touch::<TOUCHED_AT_ONCE>(self.pages.lines(), hashes);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use kvist_blocks::{BlockHash, Digest, Incarnation, SourceKey, Tier, TierDigest};
 
-use crate::lists::List;
+use crate::{lists::List, places::Places};
 
 /// How much may be said about a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -142,6 +142,8 @@ pub(crate) struct Slot {
     pub(crate) nodes: u32,
     /// Which.
     pub(crate) list: List,
+    /// Where its blocks stand.
+    pub(crate) places: Places,
 }
 
 impl Slot {
@@ -154,6 +156,7 @@ impl Slot {
             pairs: 0,
             nodes: 0,
             list: List::default(),
+            places: Places::default(),
         }
     }
 

@@ -7,16 +7,13 @@ use kvist_blocks::{BlockHash, Tier};
 use crate::{
     arena::NO_LINE,
     core::{Core, Kind},
-    holders::{Who, ones, span},
+    holders::{Who, span},
     node::{self, NODE_BLOCKS, Node, set_only_hash},
     table::{Inserted, Seat},
 };
 
 /// The block before the next one, and where it is.
 type Before = Option<(BlockHash, Option<Seat>)>;
-
-/// Hashes whose places in the table are loaded together, before they are needed one by one.
-pub(crate) const TOUCHED_AT_ONCE: usize = 32;
 
 /// What became of the beginning of a run.
 struct Entered {
@@ -34,7 +31,15 @@ pub(crate) fn order_for(words: usize) -> u32 {
 impl Core {
     /// Takes in blocks each of which is the parent of the next.
     pub(crate) fn store_run(&mut self, slot: u32, tier: Tier, parent: Option<BlockHash>, hashes: &[BlockHash]) {
-        let mut before: Before = parent.map(|parent| (parent, self.find(parent)));
+        self.store_part(slot, tier, parent, hashes);
+        if !self.loose_ends.is_empty() {
+            self.tie_loose_ends(slot);
+        }
+    }
+
+    /// Takes in blocks and notes what else has to follow them.
+    pub(crate) fn store_part(&mut self, slot: u32, tier: Tier, parent: Option<BlockHash>, hashes: &[BlockHash]) {
+        let mut before: Before = parent.map(|parent| (parent, self.place_of(slot, parent)));
         // A block behind one that was given up can not be reached; its place is better used for another.
         let is_truncated = self.slots[slot as usize].given_up_blocks() > 0;
         let mut is_reached = !is_truncated
@@ -45,7 +50,7 @@ impl Core {
         let mut at = 0;
         while at < hashes.len() {
             let rest = &hashes[at..];
-            if !is_reached && !self.find(rest[0]).is_some_and(|seat| self.holds(seat, slot)) {
+            if !is_reached && !self.place_of(slot, rest[0]).is_some_and(|seat| self.holds(seat, slot)) {
                 self.give_up(slot, tier, rest[0]);
                 before = Some((rest[0], None));
                 at += 1;
@@ -58,6 +63,7 @@ impl Core {
             at += entered.blocks;
         }
         self.pinned = [0; 3];
+        self.growing = None;
     }
 
     /// Takes in as many blocks as go into one node, at least one.
@@ -72,29 +78,14 @@ impl Core {
                 return self.put(slot, tier, Seat { offset: seat.offset + 1, ..seat }, &rest[..blocks]);
             }
         }
-        if let Some(mut seat) = self.find(rest[0]) {
-            let is_in_order = |before: BlockHash| {
-                seat.offset == 0 || self.hash_at(Seat { offset: seat.offset - 1, ..seat }) == Some(before)
-            };
-            let mut is_there = true;
-            if let Some((before, _)) = before
-                && !is_in_order(before)
-            {
-                // Somebody has told another order. What is behind is its own from here on.
-                self.pinned[1] = seat.node;
-                match self.split(seat, slot) {
-                    Some(new) => seat = new,
-                    None => {
-                        self.give_up_node(seat.node);
-                        is_there = false;
-                    }
-                }
-            }
-            if is_there && let Some(node) = self.node(seat.node) {
-                self.link(before, seat);
-                let blocks = self.same(seat.node, &node, seat.offset, rest).max(1);
-                return self.put(slot, tier, seat, &rest[..blocks]);
-            }
+        // Where nothing is said of what comes before, the slot's own place is as good as any.
+        let own = if seat_before.is_none() { self.place_of(slot, rest[0]) } else { None };
+        if let Some(seat) = own.or_else(|| self.find_head(rest[0]))
+            && let Some(node) = self.node(seat.node)
+        {
+            self.link(before, seat);
+            let blocks = self.same(seat.node, &node, seat.offset, rest).max(1);
+            return self.put(slot, tier, seat, &rest[..blocks]);
         }
         match self.append(slot, tier, before, rest) {
             Some(entered) => entered,
@@ -131,6 +122,8 @@ impl Core {
         let (from, to) = (seat.offset, seat.offset + blocks.len() as u32);
         let last = Seat { offset: to - 1, ..seat };
         let all = Entered { blocks: blocks.len(), last: Some(last) };
+        let mut is_kept = self.reserve_places(slot, blocks.len() + 1);
+        // Others may have been given up for that and later, but not this node.
         let Some(mut node) = self.node(seat.node) else { return Entered { last: None, ..all } };
         self.load_holders(&node);
         let mut shares = self.holders.shares(slot);
@@ -138,10 +131,8 @@ impl Core {
         if new == 0 {
             return all;
         }
-        let mut is_kept = true;
-        if shares.own_any() == 0 {
+        if is_kept && shares.own_any() == 0 {
             is_kept = self.enlist(slot, seat.node);
-            // Others may have been given up for that, but not this node.
             self.load_holders(&node);
             shares = self.holders.shares(slot);
         }
@@ -163,6 +154,8 @@ impl Core {
         self.count_pairs(slot, old_any, old_any | new);
         self.count_blocks(shares.others | old_any, shares.others | old_any | new);
         self.account(slot, tier, seat.node, &node, new);
+        self.enter_places(slot, seat.node, &node, old_any, old_any | new);
+        self.look_ahead(slot, last, &node);
         all
     }
 
@@ -214,8 +207,11 @@ impl Core {
         true
     }
 
-    /// Takes in blocks that are not known, behind the one before them if that is the last of its node. None when there is
-    /// no room for the first of them.
+    /// Takes in blocks the first of which no look-up finds, behind the one before them if that is the last of its node. None
+    /// when there is no room for them.
+    ///
+    /// Others may hold some of the later ones elsewhere, in a node of its own each. They do not hold the first, so no
+    /// look-up comes to these for them, and when they get it, what they hold follows.
     fn append(&mut self, slot: u32, tier: Tier, before: Before, rest: &[BlockHash]) -> Option<Entered> {
         let tail = before.and_then(|(_, seat)| seat).and_then(|seat| Some((seat, self.node(seat.node)?)));
         let tail = tail.filter(|(seat, node)| seat.offset + 1 == node.len && node.len < NODE_BLOCKS);
@@ -226,13 +222,17 @@ impl Core {
         };
         self.pinned[1] = number;
         let start = node.len;
-        let most = ((NODE_BLOCKS - start) as usize).min(rest.len());
+        let most = rest.len().min((NODE_BLOCKS - start) as usize);
         let undo = |core: &mut Self, piece: u32| {
             core.give_back(piece);
             if is_new {
                 core.free_record(number);
             }
         };
+        if !self.reserve_places(slot, most) {
+            undo(self, NO_LINE);
+            return None;
+        }
         // The hashes first, behind those that readers know.
         let capacity = node.capacity(|line| self.words.order_of(line));
         let needed = start + most as u32;
@@ -265,32 +265,32 @@ impl Core {
             undo(self, new_piece);
             return None;
         }
-        let blocks = self.enter_in_table(slot, number, start, &rest[..most]);
-        let hold = |core: &mut Self, node: &mut Node| {
-            if blocks == 0 {
-                return false;
+        let head = Seat { node: number, offset: 0 };
+        if is_new && !self.enter_head(slot, rest[0], head) {
+            undo(self, new_piece);
+            return None;
+        }
+        self.holders.clear();
+        if !is_new {
+            self.load_holders(&node);
+        }
+        let own = self.holders.shares(slot).own[tier.position()];
+        let end = start + most as u32;
+        let new = span(start, end);
+        self.holders.set(Who::new(slot, tier.position()), own, own | new);
+        node.hashes = piece;
+        node.len = end;
+        let is_kept = self.commit(slot, number, &mut node, |record| {
+            if piece == NO_LINE {
+                set_only_hash(record, rest[0].0);
             }
-            core.holders.clear();
-            if !is_new {
-                core.load_holders(node);
+            if is_new {
+                node::set_touched(record, false);
             }
-            let own = core.holders.shares(slot).own[tier.position()];
-            let end = start + blocks as u32;
-            core.holders.set(Who::new(slot, tier.position()), own, own | span(start, end));
-            node.hashes = piece;
-            node.len = end;
-            core.commit(slot, number, node, |record| {
-                if piece == NO_LINE {
-                    set_only_hash(record, rest[0].0);
-                }
-                if is_new {
-                    node::set_touched(record, false);
-                }
-            })
-        };
-        if !hold(self, &mut node) {
-            for (offset, hash) in (start..).zip(&rest[..blocks]) {
-                self.forget(*hash, Seat { node: number, offset });
+        });
+        if !is_kept {
+            if is_new {
+                self.forget(rest[0], head);
             }
             undo(self, new_piece);
             return None;
@@ -298,14 +298,14 @@ impl Core {
         if new_piece != NO_LINE && old_piece != new_piece {
             self.give_back(old_piece);
         }
-        let new = span(start, start + blocks as u32);
         self.count_pairs(slot, old_any, old_any | new);
         self.count_blocks(0, new);
         self.account(slot, tier, number, &node, new);
         if is_new {
-            self.link(before, Seat { node: number, offset: 0 });
+            self.link(before, head);
         }
-        Some(Entered { blocks, last: Some(Seat { node: number, offset: start + blocks as u32 - 1 }) })
+        self.enter_places(slot, number, &node, old_any, old_any | new);
+        Some(Entered { blocks: most, last: Some(Seat { node: number, offset: end - 1 }) })
     }
 
     /// A record without blocks, which readers do not look at yet.
@@ -317,104 +317,16 @@ impl Core {
         Some(number)
     }
 
-    /// Enters blocks in the table, up to the first that is there or has no room; says how many.
-    fn enter_in_table(&mut self, slot: u32, number: u32, start: u32, blocks: &[BlockHash]) -> usize {
-        let mut position = 0;
-        while let Some(hash) = blocks.get(position) {
-            if position.is_multiple_of(TOUCHED_AT_ONCE) && blocks.len() > 1 {
-                self.touch(blocks[position..].iter().take(TOUCHED_AT_ONCE).copied());
-            }
-            let seat = Seat { node: number, offset: start + position as u32 };
-            // One of those just entered is not part of its node yet.
+    /// Enters a node in the table, by its first block.
+    fn enter_head(&mut self, slot: u32, hash: BlockHash, seat: Seat) -> bool {
+        loop {
             let (records, words) = (self.records.lines(), self.words.lines());
-            let is_there = |seat: Seat| {
-                let new = (seat.node == number).then(|| seat.offset.checked_sub(start)).flatten();
-                new.and_then(|new| blocks.get(new as usize)) == Some(hash)
-                    || node::hash_at(records, words, seat) == Some(*hash)
-            };
-            match self.table.insert(self.pages.lines(), *hash, seat, is_there) {
-                Inserted::Done => position += 1,
-                Inserted::IsThere => return position,
-                Inserted::NoRoom if self.make_table_room(*hash, slot) => {}
-                Inserted::NoRoom => return position,
-            }
-        }
-        blocks.len()
-    }
-
-    /// Makes a node of its own of what stands in a node from a place on.
-    fn split(&mut self, seat: Seat, slot: u32) -> Option<Seat> {
-        let mut node = self.node(seat.node)?;
-        let (number, moved) = (self.take_record(slot)?, node.len - seat.offset);
-        self.pinned[2] = number;
-        let mut new = Node::new(None);
-        new.len = moved;
-        if moved > 1 {
-            let Some(piece) = self.take(Kind::Words, order_for(moved as usize), slot) else {
-                self.free_record(number);
-                return None;
-            };
-            new.hashes = piece;
-        }
-        self.load_holders(&node);
-        let mut all: Vec<(Who, u128)> = self.holders.all().collect();
-        all.sort_unstable_by_key(|(who, _)| *who);
-        let hashes: Vec<u64> = self.hashes(seat.node, &node).iter().map(|hash| hash.load(Relaxed)).collect();
-        let behind = hashes.get(seat.offset as usize..).unwrap_or_default();
-        self.words.lines().words(new.hashes, moved as usize).iter().zip(behind).for_each(|(word, hash)| {
-            word.store(*hash, Relaxed);
-        });
-        // The lists first: an entry that turns out to be wrong does no harm.
-        for (who, mask) in &all {
-            if mask >> seat.offset != 0 && !self.enlist(who.slot(), number) {
-                self.give_back(new.hashes);
-                self.free_record(number);
-                return None;
-            }
-        }
-        self.holders.clear();
-        all.iter().for_each(|(who, mask)| self.holders.set(*who, 0, mask >> seat.offset));
-        let only = behind.first().copied().unwrap_or(0);
-        if !self.commit(slot, number, &mut new, |record| set_only_hash(record, only)) {
-            self.give_back(new.hashes);
-            self.free_record(number);
-            return None;
-        }
-        node.len = seat.offset;
-        self.holders.clear();
-        all.iter().for_each(|(who, mask)| self.holders.set(*who, 0, mask & ones(seat.offset)));
-        if !self.commit(slot, seat.node, &mut node, |_| {}) {
-            self.give_back(new.hashes);
-            self.give_back(new.holders);
-            self.change(number, |_, _| {});
-            if let Some(record) = self.record(number) {
-                node::begin_change(record);
-            }
-            self.free_record(number);
-            return None;
-        }
-        for (offset, hash) in (0..).zip(behind) {
-            let old = Seat { offset: seat.offset + offset, ..seat };
-            self.table.replace(self.pages.lines(), BlockHash(*hash), old, Seat { node: number, offset });
-        }
-        self.note_move(seat, number, &all, &new);
-        Some(Seat { node: number, offset: 0 })
-    }
-
-    /// Accounts of those that hold blocks of a node that became another.
-    fn note_move(&mut self, seat: Seat, number: u32, all: &[(Who, u128)], new: &Node) {
-        for of_slot in all.chunk_by(|(left, _), (right, _)| left.slot() == right.slot()) {
-            let any = of_slot.iter().fold(0, |any, (_, mask)| any | mask);
-            let (stays, goes) = (any & ones(seat.offset), any >> seat.offset);
-            let account = &mut self.slots[of_slot[0].0.slot() as usize];
-            account.nodes += u32::from(stays != 0 && goes != 0);
-        }
-        let (was, is) = (self.is_scrubbed(seat.node), self.is_scrubbed(number));
-        if was != is {
-            for (who, mask) in all {
-                let sum = self.sum(number, new, mask >> seat.offset);
-                let scrubbed = &mut self.slots[who.slot() as usize].scrubbed[who.tier()];
-                if is { *scrubbed = scrubbed.plus(&sum) } else { scrubbed.subtract(&sum) }
+            let is_there = |there: Seat| node::hash_at(records, words, there) == Some(hash);
+            match self.table.insert(self.pages.lines(), hash, seat, is_there) {
+                Inserted::Done => return true,
+                Inserted::IsThere => return false,
+                Inserted::NoRoom if self.make_table_room(hash, slot) => {}
+                Inserted::NoRoom => return false,
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Block hash to seat, at eight bytes a place.
+//! Hash of the block with which a node begins to that node, at eight bytes a place.
 //!
-//! A place has 32 bits of the hash and the seat: which node, and where in it. Whether the block there is the one that is
+//! A place has 32 bits of the hash and the seat: which node, and where in it (at its beginning). Whether the block there is the one that is
 //! asked for, the node's own hashes tell, so a place need not hold them.
 //!
 //! Places are in pages, and a directory says which page has the hashes that begin in some way. A page that is full becomes
@@ -52,11 +52,11 @@ pub(crate) struct Seat {
 }
 
 impl Seat {
-    fn encode(self) -> u32 {
+    pub(crate) fn encode(self) -> u32 {
         self.node << OFFSET_BITS | self.offset
     }
 
-    fn decode(value: u32) -> Self {
+    pub(crate) fn decode(value: u32) -> Self {
         Self { node: value >> OFFSET_BITS, offset: value & ((1 << OFFSET_BITS) - 1) }
     }
 }
@@ -164,23 +164,6 @@ impl Directory {
 
     fn new(depth: u32, pages: Box<[AtomicU32]>) -> Arc<Self> {
         Arc::new(Self { depth, is_empty: AtomicBool::new(pages.is_empty()), pages })
-    }
-
-    /// Brings the places of some hashes into the processor's caches. Nothing is decided by what is found, and all pages are
-    /// looked up first, so that a processor does not wait for one before it asks for the next.
-    pub(crate) fn touch<const MOST: usize>(&self, lines: &Lines, hashes: impl Iterator<Item = BlockHash>) {
-        let mut tags = [(u32::MAX, FIRST); MOST];
-        let mut len = 0;
-        for (place, hash) in tags.iter_mut().zip(hashes) {
-            let tag = Tag::of(hash);
-            *place = (self.page(tag), tag.home());
-            len += 1;
-        }
-        let peek = |sum: u64, (page, home): &(u32, usize)| {
-            let word = lines.word(*page, *home);
-            sum.wrapping_add(word.map_or(0, |word| word.load(Ordering::Relaxed)))
-        };
-        std::hint::black_box(tags[..len].iter().fold(0, peek));
     }
 }
 
@@ -384,17 +367,6 @@ impl Table {
         Inserted::Done
     }
 
-    /// Changes the seat of a hash.
-    pub(crate) fn replace(&mut self, lines: &Lines, hash: BlockHash, old: Seat, new: Seat) {
-        let tag = Tag::of(hash);
-        let Some(page) = page_at(lines, self.directory.page(tag)) else { return };
-        if let Ok((position, _)) = search(page, tag, |seat| seat == old) {
-            let version = begin(page);
-            page[position].store(u64::from(tag.0) << 32 | u64::from(new.encode()), Ordering::Relaxed);
-            end(page, version);
-        }
-    }
-
     /// Takes out the hash that has this seat. A page that is no longer needed is returned, still marked as changing.
     pub(crate) fn remove(&mut self, lines: &Lines, hash: BlockHash, seat: Seat) -> Option<u32> {
         let tag = Tag::of(hash);
@@ -524,8 +496,13 @@ mod tests {
                 let seat = Seat { node, offset: key as u32 & 127 };
                 if what >= removed {
                     if let Some(old) = model.insert(hash, seat) {
-                        table.replace(pages.lines(), hash, old, seat);
-                    } else {
+                        let freed = table.remove(pages.lines(), hash, old);
+                        if let Some(page) = freed {
+                            pages.give_back(page);
+                            taken -= 1;
+                        }
+                    }
+                    {
                         if table.is_empty() {
                             let page = take_page(&mut pages);
                             table.start(&pages.lines().clone(), page);

@@ -10,6 +10,7 @@ use kvist_blocks::BlockHash;
 use crate::{
     holders::{Entries, LaneKey, ones},
     node::{self, Node, Record},
+    places::bits,
     table::{Found, Seat, Tag},
     view::View,
 };
@@ -200,17 +201,18 @@ impl Walk {
             node::touch(record);
             let hashes = &node.hashes(record, &view.words)[seat.offset as usize..];
             let rest = &prompt[self.depth as usize..];
-            let blocks = same_blocks(hashes, rest) as u32;
+            let Some(entries) = Entries::of(&node, &view.words) else {
+                self.end = End::Changing;
+                return;
+            };
+            let blocks = same_to_all(hashes, rest, entries.ends() >> seat.offset) as u32;
             let stretch = Stretch {
                 from: seat.offset,
                 to: seat.offset + blocks,
                 depth: self.depth,
                 is_first: self.nodes.len() == 1,
             };
-            if !self.meet(view, &node, stretch) {
-                self.end = End::Changing;
-                return;
-            }
+            self.meet(&node, &entries, stretch);
             self.depth += blocks;
             if self.is_over() {
                 return;
@@ -296,9 +298,8 @@ impl Walk {
         }
     }
 
-    /// Takes in the holders of a part of a node; false when they can not be read.
-    fn meet(&mut self, view: &View, node: &Node, stretch: Stretch) -> bool {
-        let Some(entries) = Entries::of(node, &view.words) else { return false };
+    /// Takes in the holders of a part of a node.
+    fn meet(&mut self, node: &Node, entries: &Entries<'_>, stretch: Stretch) {
         let new = node.tiers & !self.seen;
         if new != 0 {
             if self.seen.is_power_of_two() {
@@ -339,11 +340,10 @@ impl Walk {
             }
         }
         if is_mixed {
-            self.meet_in_any(node, &entries, stretch);
+            self.meet_in_any(node, entries, stretch);
         }
         let seen = self.seen;
         (0..4).filter(|tier| seen >> tier & 1 != 0).for_each(|tier| self.tiers[tier].go_on(stretch));
-        true
     }
 
     /// Who holds the stretch in any tier. A slot whose tiers hold it only together is put together from all that it has here.
@@ -399,8 +399,26 @@ fn hash_at(node: &Node, record: &Record, view: &View, offset: u32) -> Option<Blo
     node.hashes(record, &view.words).get(offset as usize).map(|hash| BlockHash(hash.load(Ordering::Relaxed)))
 }
 
+/// How many leading blocks are the same, where some holders end after the blocks before these places.
+///
+/// Hashes are chained, so if one is the same, all before it are, as long as nobody has told blocks behind others than theirs. Who does may
+/// have told what lies behind the end of an honest holder. So the last block of each holder is held against the prompt, and
+/// so is the one behind it: the first makes its claim true, the second says that it ends there.
+fn same_to_all(hashes: &[AtomicU64], prompt: &[BlockHash], ends: u128) -> usize {
+    let same = same_blocks(hashes, prompt);
+    let is_same = |at: usize| {
+        hashes.get(at).zip(prompt.get(at)).is_some_and(|(hash, wanted)| hash.load(Ordering::Relaxed) == wanted.0)
+    };
+    let is_end_true = |end: usize| end == 0 || end >= same || (is_same(end - 1) && is_same(end));
+    match bits(ends).map(|end| end as usize).find(|end| !is_end_true(*end)) {
+        None => same,
+        Some(end) if is_same(end - 1) => end,
+        Some(end) => same_blocks(&hashes[..end], prompt),
+    }
+}
+
 /// How many leading blocks are the same. If one is, all before it are.
-pub(crate) fn same_blocks(hashes: &[AtomicU64], prompt: &[BlockHash]) -> usize {
+fn same_blocks(hashes: &[AtomicU64], prompt: &[BlockHash]) -> usize {
     let most = hashes.len().min(prompt.len());
     let is_same = |position: usize| hashes[position].load(Ordering::Relaxed) == prompt[position].0;
     if most > 0 && is_same(most - 1) {

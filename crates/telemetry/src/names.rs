@@ -68,7 +68,7 @@ names! { METRICS:
     LINK_CONNECTED = "kvist_link_connected";
     /// Sources of the index by state.
     INDEX_SOURCES = "kvist_index_sources";
-    /// Distinct blocks in the index.
+    /// Blocks that somebody holds in the index.
     INDEX_BLOCKS = "kvist_index_blocks";
     /// Bytes of the index.
     INDEX_BYTES = "kvist_index_bytes";

@@ -350,7 +350,7 @@ class StatsResponse(_message.Message):
     index_byte_budget: _builtins.int
     """Most bytes it may use."""
     index_blocks: _builtins.int
-    """Distinct blocks."""
+    """Blocks that somebody holds; one that stands in two places counts twice."""
     fence: _builtins.int
     """Fence of this instance's leadership, which tells two leaders apart: the higher one leads. 0 when it does not lead,
     or there is no store to elect by.
