@@ -89,6 +89,15 @@ impl Core {
         self.slots[slot as usize].places.seats.find(key(hash), is_it).map(|seat| Seat::decode(*seat))
     }
 
+    /// The same for a block that the slot holds, without its map where it was changed last: who goes on there need not wait
+    /// for memory that is in no cache.
+    pub(crate) fn recent_place_of(&mut self, slot: u32, hash: BlockHash) -> Option<Seat> {
+        let recent = self.slots[slot as usize].recent;
+        // What it holds, it holds once, so this is the place that its map has.
+        let is_it = self.hash_at(recent) == Some(hash) && self.holds(recent, slot);
+        if is_it { Some(recent) } else { self.place_of(slot, hash) }
+    }
+
     /// Makes sure that a slot's map has room for so many more places, and keeps it until the end of the change.
     pub(crate) fn reserve_places(&mut self, slot: u32, more: usize) -> bool {
         self.growing = Some(slot);

@@ -30,7 +30,7 @@ impl Core {
         let (mut going, mut last, mut unknown) = (Going::default(), None, 0);
         for hash in hashes {
             // Blocks that go together mostly stood beside each other.
-            let seat = self.beside(&going, last, *hash).or_else(|| self.place_of(slot, *hash));
+            let seat = self.beside(&going, last, *hash).or_else(|| self.recent_place_of(slot, *hash));
             last = seat;
             let Some(seat) = seat else {
                 unknown += u64::from(!self.remove_given_up(slot, tier, *hash));
@@ -52,6 +52,9 @@ impl Core {
             } else {
                 going.places |= bit;
             }
+        }
+        if let Some(last) = last {
+            self.slots[slot as usize].recent = Seat { offset: last.offset.saturating_sub(1), ..last };
         }
         self.take_out_going(slot, tier, going);
         unknown

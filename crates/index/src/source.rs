@@ -2,7 +2,7 @@
 
 use kvist_blocks::{BlockHash, Digest, Incarnation, SourceKey, Tier, TierDigest};
 
-use crate::{lists::List, places::Places};
+use crate::{lists::List, places::Places, table::Seat};
 
 /// How much may be said about a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -144,6 +144,8 @@ pub(crate) struct Slot {
     pub(crate) list: List,
     /// Where its blocks stand.
     pub(crate) places: Places,
+    /// Where it was changed last, or before that; may be wrong.
+    pub(crate) recent: Seat,
 }
 
 impl Slot {
@@ -157,6 +159,7 @@ impl Slot {
             nodes: 0,
             list: List::default(),
             places: Places::default(),
+            recent: Seat { node: 0, offset: 0 },
         }
     }
 

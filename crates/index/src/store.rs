@@ -39,7 +39,7 @@ impl Core {
 
     /// Takes in blocks and notes what else has to follow them.
     pub(crate) fn store_part(&mut self, slot: u32, tier: Tier, parent: Option<BlockHash>, hashes: &[BlockHash]) {
-        let mut before: Before = parent.map(|parent| (parent, self.place_of(slot, parent)));
+        let mut before: Before = parent.map(|parent| (parent, self.recent_place_of(slot, parent)));
         // A block behind one that was given up can not be reached; its place is better used for another.
         let is_truncated = self.slots[slot as usize].given_up_blocks() > 0;
         let mut is_reached = !is_truncated
@@ -61,6 +61,9 @@ impl Core {
             before = Some((rest[entered.blocks - 1], entered.last));
             is_reached = entered.last.is_some();
             at += entered.blocks;
+        }
+        if let Some((_, Some(last))) = before {
+            self.slots[slot as usize].recent = last;
         }
         self.pinned = [0; 3];
         self.growing = None;
