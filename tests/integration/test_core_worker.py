@@ -216,3 +216,22 @@ async def test_the_text_of_a_worker_loads_in_python() -> None:
     assert text.encode_chat(messages) != text.encode(text.render_chat(messages) + " ")
     with pytest.raises(errors.InvalidRequestError), core_errors():
         _core.ModelText(b"{}")
+
+
+async def test_adapters_go_to_engines_that_take_them(served: Served) -> None:
+    engine, stub, _ = served
+    load = engine_pb2.LoadAdapterRequest(name="french", path="/adapters/french")
+    for call in (stub.LoadAdapter(load), stub.UnloadAdapter(engine_pb2.UnloadAdapterRequest(name="french"))):
+        with pytest.raises(errors.KvistError) as refused, rpc_errors():
+            await call
+        assert refused.value.code == "NOT_IMPLEMENTED"
+    loaded: dict[str, str] = {}
+    engine.load_adapter = loaded.__setitem__
+    engine.unload_adapter = loaded.pop
+    await stub.LoadAdapter(load)
+    assert loaded == {"french": "/adapters/french"}
+    await stub.UnloadAdapter(engine_pb2.UnloadAdapterRequest(name="french"))
+    assert loaded == {}
+    with pytest.raises(errors.KvistError) as refused, rpc_errors():
+        await stub.LoadAdapter(engine_pb2.LoadAdapterRequest(name="french"))
+    assert [field.field for field in refused.value.fields] == ["path"]

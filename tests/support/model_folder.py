@@ -68,7 +68,7 @@ def _write(gguf_path: Path, folder: Path) -> None:
         if parts[2] in {"attn_q", "attn_k"}:
             weights = _rotary_halves(weights, heads if parts[2] == "attn_q" else kv_heads)
         tensors[f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.weight"] = weights
-    _write_safetensors(folder / "model.safetensors", tensors)
+    write_safetensors(folder / "model.safetensors", tensors)
     tokenizer = gguf_tokenizer.convert(gguf_path)
     vocabulary_size, hidden_size = tensors["model.embed_tokens.weight"].shape
     _write_json(
@@ -112,7 +112,7 @@ def _rotary_halves(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any,
     return paired.swapaxes(1, 2).reshape(weights.shape)
 
 
-def _write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
     """The format is a length, a JSON header, and the bytes of all tensors."""
     header: dict[str, Any] = {}
     end = 0

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from kvist import _core
 from kvist.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvist.errors import rpc_errors
+from kvist.grpc import open_channel
 
 MODEL = "smollm2"
 HASH_SEED = 7
@@ -20,6 +29,8 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# Where one engine may need the whole of two cores for minutes.
+START_SECONDS = 600
 # For a whole answer of some tokens on a machine that is busy with other things.
 ANSWER_SECONDS = 240
 
@@ -67,10 +78,10 @@ class Worker:
                     answer.cached_tokens = delta.cached_tokens
         raise AssertionError("the stream had no end")
 
-    async def held_blocks(self) -> set[int]:
-        """What the ledger claims now."""
+    async def held_blocks(self, rank: int = 0) -> set[int]:
+        """What the ledger of a rank claims now."""
         held: set[int] = set()
-        async for response in self.stub.WatchKvEvents(engine_pb2.WatchKvEventsRequest(), timeout=10):
+        async for response in self.stub.WatchKvEvents(engine_pb2.WatchKvEventsRequest(ranks=[rank]), timeout=10):
             for blocks in response.snapshot.blocks:
                 held.update(blocks.block_hashes)
             for event in response.batch.events:
@@ -83,11 +94,11 @@ class Worker:
                         held.clear()
         return held
 
-    async def holds(self, prompt: list[int], **namespace: str) -> set[int]:
+    async def holds(self, prompt: list[int], rank: int = 0, **namespace: str) -> set[int]:
         """Waits until the ledger claims a prompt's blocks; returns all that it claims then."""
         wanted = set(block_hashes(prompt, **namespace))
         async with asyncio.timeout(10):
-            while not wanted <= (held := await self.held_blocks()):
+            while not wanted <= (held := await self.held_blocks(rank)):
                 await asyncio.sleep(0.02)
         return held
 
@@ -102,6 +113,48 @@ class Worker:
         return min(blocks, (len(prompt) - 1) // BLOCK_SIZE_TOKENS) * BLOCK_SIZE_TOKENS
 
 
+def prompt_of(seed: int, tokens: int) -> list[int]:
+    """Token ids of a prompt that nobody else asks for."""
+    return random.Random(seed).choices(range(1_000, 40_000), k=tokens)
+
+
 def block_hashes(prompt: list[int], *, adapter: str = "", cache_salt: str = "") -> list[int]:
     """As the mesh names a prompt's blocks."""
     return _core.block_hashes(HASH_SEED, MODEL, adapter, cache_salt, prompt, BLOCK_SIZE_TOKENS)
+
+
+@contextlib.asynccontextmanager
+async def running_worker(folder: Path, engine_arguments: dict[str, Any]) -> AsyncIterator[Worker]:
+    """A worker with an engine of its own, which is ended with all its processes."""
+    settings, ready, log = folder / "settings.json", folder / "ready.json", folder / "log"
+    settings.write_text(
+        json.dumps(
+            {
+                "worker_uid": "w-1",
+                "model": MODEL,
+                "hash_seed": HASH_SEED,
+                "engine": "vllm",
+                "engine_arguments": engine_arguments,
+            }
+        )
+    )
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvist_worker", "--settings-file", settings, "--ready-file", ready),
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while not ready.exists():
+                assert process.returncode is None, log.read_text()[-4000:]
+                await asyncio.sleep(0.1)
+        announced = json.loads(ready.read_text())
+        async with open_channel(announced["grpc_address"], retries=False) as channel:
+            yield Worker(process, announced, channel)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +14,7 @@ from kvist import engines
 from kvist.engine.v1 import engine_pb2
 from kvist.grpc import open_channel
 from support.model_folder import smollm2_folder
-from support.vllm_worker import BLOCK_SIZE_TOKENS, ENVIRONMENT, HASH_SEED, KV_BLOCKS, MODEL, Worker
-
-# Where one engine may need the whole of two cores for minutes.
-START_SECONDS = 600
+from support.vllm_worker import BLOCK_SIZE_TOKENS, KV_BLOCKS, Worker, running_worker
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,36 +68,5 @@ async def worker(
             await another.stub.ResetCache(engine_pb2.ResetCacheRequest())
             yield another
         return
-    folder = tmp_path_factory.mktemp("worker")
-    settings, ready, log = folder / "settings.json", folder / "ready.json", folder / "log"
-    settings.write_text(
-        json.dumps(
-            {
-                "worker_uid": "w-1",
-                "model": MODEL,
-                "hash_seed": HASH_SEED,
-                "engine": "vllm",
-                "engine_arguments": engine_arguments,
-            }
-        )
-    )
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvist_worker", "--settings-file", settings, "--ready-file", ready),
-            env={**os.environ, **ENVIRONMENT},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            while not ready.exists():
-                assert process.returncode is None, log.read_text()[-4000:]
-                await asyncio.sleep(0.1)
-        announced = json.loads(ready.read_text())
-        async with open_channel(announced["grpc_address"], retries=False) as channel:
-            yield Worker(process, announced, channel)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+    async with running_worker(tmp_path_factory.mktemp("worker"), engine_arguments) as started:
+        yield started

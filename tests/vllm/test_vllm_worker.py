@@ -21,7 +21,7 @@ from google.protobuf import struct_pb2
 from kvist import _core, engines
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError
-from support.vllm_worker import BLOCK_SIZE_TOKENS, ENVIRONMENT, KV_BLOCKS, Worker, block_hashes
+from support.vllm_worker import BLOCK_SIZE_TOKENS, ENVIRONMENT, KV_BLOCKS, Worker, block_hashes, prompt_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -31,11 +31,6 @@ ABORTED, LENGTH, STOP = (
     engine_pb2.FINISH_REASON_LENGTH,
     engine_pb2.FINISH_REASON_STOP,
 )
-
-
-def prompt_of(seed: int, tokens: int) -> list[int]:
-    """Token ids of a prompt that nobody else asks for."""
-    return random.Random(seed).choices(range(1_000, 40_000), k=tokens)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::{AbortReason, Capabilities, EngineRequest};
-use kvist_worker::{Engine, EngineDescription, EngineHost, RequestSink, TokenizerFile};
+use kvist_worker::{Engine, EngineDescription, EngineHost, RequestSink, TokenizerFile, takes_no_adapters};
 use parking_lot::Mutex;
 use prost::Message as _;
 use pyo3::{prelude::*, types::PyBytes};
@@ -100,6 +100,22 @@ impl PythonEngine {
     }
 }
 
+impl PythonEngine {
+    /// Calls a method that only engines with LoRA adapters have.
+    fn call_when_there<A>(&self, method: &str, arguments: A) -> Result<(), KvistError>
+    where
+        A: for<'py> pyo3::call::PyCallArgs<'py>,
+    {
+        tokio::task::block_in_place(|| {
+            let is_there = attached(|py| self.adapter.bind(py).hasattr(method))?;
+            if !is_there {
+                return Err(takes_no_adapters());
+            }
+            attached(|py| self.adapter.call_method1(py, method, arguments).map(drop))
+        })
+    }
+}
+
 impl Engine for PythonEngine {
     fn description(&self) -> Result<EngineDescription, KvistError> {
         let (text, tokenizer_json) = attached(|py| {
@@ -170,9 +186,18 @@ impl Engine for PythonEngine {
         self.send(Command::Abort(request_id.to_owned(), reason));
     }
 
+    // Calls that have to wait for an answer give their place in the runtime away meanwhile.
+
     fn reset_cache(&self) -> Result<u64, KvistError> {
-        // The one call that has to wait for an answer: it gives its place in the runtime away meanwhile.
         tokio::task::block_in_place(|| attached(|py| self.adapter.call_method0(py, "reset_cache")?.extract(py)))
+    }
+
+    fn load_adapter(&self, name: &str, path: &str) -> Result<(), KvistError> {
+        self.call_when_there("load_adapter", (name, path))
+    }
+
+    fn unload_adapter(&self, name: &str) -> Result<(), KvistError> {
+        self.call_when_there("unload_adapter", (name,))
     }
 
     fn close(&self) {

@@ -1,7 +1,7 @@
 //! What an engine must be able to do.
 
 use bytes::Bytes;
-use kvist_errors::KvistError;
+use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::{AbortReason, Capabilities, EngineRequest, TokenizerHeader};
 
 use crate::{EngineHost, RequestSink};
@@ -82,6 +82,12 @@ pub struct EngineDescription {
     pub tokenizer: Option<TokenizerFile>,
 }
 
+/// What an engine without adapters says of them.
+#[must_use]
+pub fn takes_no_adapters() -> KvistError {
+    KvistError::new(Code::NotImplemented, "this engine does not support adapters")
+}
+
 /// One engine. Only `start` and `close` may take time; they are called off the async threads.
 pub trait Engine: Send + Sync + 'static {
     /// What it is; asked once, before `start`. May load the model.
@@ -109,6 +115,22 @@ pub trait Engine: Send + Sync + 'static {
     /// # Errors
     /// It cannot, or not now.
     fn reset_cache(&self) -> Result<u64, KvistError>;
+
+    /// Loads a LoRA adapter, for requests that name it from then on. Idempotent. May take time.
+    ///
+    /// # Errors
+    /// It cannot, or takes no adapters.
+    fn load_adapter(&self, _name: &str, _path: &str) -> Result<(), KvistError> {
+        Err(takes_no_adapters())
+    }
+
+    /// Unloads a LoRA adapter; an unknown name is ignored. May take time.
+    ///
+    /// # Errors
+    /// It cannot, or takes no adapters.
+    fn unload_adapter(&self, _name: &str) -> Result<(), KvistError> {
+        Err(takes_no_adapters())
+    }
 
     /// Ends everything.
     fn close(&self);

@@ -17,7 +17,7 @@ mod sink;
 mod vllm_events;
 mod worker;
 
-pub use engine::{Engine, EngineDescription, TokenizerFile};
+pub use engine::{Engine, EngineDescription, TokenizerFile, takes_no_adapters};
 pub use host::EngineHost;
 pub use server::{WorkerAddresses, WorkerServer};
 pub use settings::WorkerSettings;

@@ -163,15 +163,28 @@ impl EngineService for Service {
         Ok(Response::new(ResetCacheResponse { removed_blocks }))
     }
 
-    async fn load_adapter(&self, _: Request<LoadAdapterRequest>) -> Result<Response<LoadAdapterResponse>, Status> {
-        Err(not_implemented("adapters"))
+    async fn load_adapter(
+        &self,
+        request: Request<LoadAdapterRequest>,
+    ) -> Result<Response<LoadAdapterResponse>, Status> {
+        self.worker.up()?;
+        let LoadAdapterRequest { name, path } = request.into_inner();
+        for (field, value) in [("name", &name), ("path", &path)] {
+            if value.is_empty() {
+                return Err(KvistError::field(Code::InvalidArgument, field, "must not be empty").into());
+            }
+        }
+        self.worker.engine.load_adapter(&name, &path)?;
+        Ok(Response::new(LoadAdapterResponse {}))
     }
 
     async fn unload_adapter(
         &self,
-        _: Request<UnloadAdapterRequest>,
+        request: Request<UnloadAdapterRequest>,
     ) -> Result<Response<UnloadAdapterResponse>, Status> {
-        Err(not_implemented("adapters"))
+        self.worker.up()?;
+        self.worker.engine.unload_adapter(&request.into_inner().name)?;
+        Ok(Response::new(UnloadAdapterResponse {}))
     }
 
     async fn start_profile(&self, _: Request<StartProfileRequest>) -> Result<Response<StartProfileResponse>, Status> {

@@ -150,7 +150,10 @@ class RequestSink(Protocol):
 
 
 class EngineAdapter(Protocol):
-    """One engine. The core calls `description` and `tokenizer_json`, then `start`, then the rest."""
+    """One engine. The core calls `description` and `tokenizer_json`, then `start`, then the rest.
+
+    An engine with LoRA adapters also has `load_adapter(name, path)` and `unload_adapter(name)`, which may take time.
+    """
 
     def description(self) -> str:
         """An `EngineDescription` as JSON text."""

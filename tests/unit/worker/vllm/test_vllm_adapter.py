@@ -330,6 +330,36 @@ def test_a_reset_is_told_before_it_is_done(start: Callable[..., Stubbed]) -> Non
     assert stubbed.host.said == ["clear ordered", "clear ordered", "unknown"]
 
 
+def test_adapters_are_loaded_and_unloaded_and_a_name_means_the_same_files_for_ever(
+    start: Callable[..., Stubbed],
+) -> None:
+    stubbed = start(**{"enable-lora": True, "lora-modules": ["french=/adapters/french"]})
+    stubbed.engine.load_adapter("german", "/adapters/german")
+    assert stubbed.vllm.adapters == {2: "/adapters/german"}
+    assert stubbed.submit(100, adapter="german").end().reason == LENGTH
+    assert stubbed.vllm.calls[-1].lora.lora_int_id == 2
+    stubbed.engine.unload_adapter("german")
+    stubbed.engine.unload_adapter("nobody")
+    assert stubbed.vllm.adapters == {}
+    assert stubbed.submit(100, adapter="german").end()[0] == "UNKNOWN_MODEL"
+    for name, path, code in (
+        ("german", "/adapters/other", "ALREADY_EXISTS"),
+        ("french", "/adapters/other", "ALREADY_EXISTS"),
+        ("new", "/none", "INVALID_ARGUMENT"),
+    ):
+        with pytest.raises(KvistError) as refused:
+            stubbed.engine.load_adapter(name, path)
+        assert refused.value.code == code
+    stubbed.engine.load_adapter("german", "/adapters/german")
+    assert stubbed.vllm.adapters == {2: "/adapters/german"}
+
+
+def test_without_lora_no_adapter_is_loaded(start: Callable[..., Stubbed]) -> None:
+    with pytest.raises(KvistError) as refused:
+        start().engine.load_adapter("german", "/adapters/german")
+    assert refused.value.code == "NOT_IMPLEMENTED"
+
+
 def test_a_dead_engine_core_is_told_once(start: Callable[..., Stubbed]) -> None:
     stubbed = start()
     stubbed.vllm.is_dead = True

@@ -49,6 +49,12 @@ class Binding(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Empties the prefix cache."""
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unloads a LoRA adapter."""
+
     @property
     def has_died(self) -> bool:
         """Whether the engine core has ended."""
@@ -169,6 +175,14 @@ class VllmEngine:
             raise
         return claimed
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter."""
+        self._call(self._binding.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads a LoRA adapter."""
+        self._call(self._binding.unload_adapter(name))
+
     def close(self) -> None:
         """Ends all requests and the engine."""
         if self._is_closed:
@@ -238,7 +252,9 @@ class VllmEngine:
         if self._is_closed:
             sink.failed("DRAINING", "the worker is being stopped", not_started=True)
             return
-        job = _Job(prepared, sink, Transcript(prepared), RequestProgress(len(prepared.prompt)))
+        job = _Job(
+            prepared, sink, Transcript(prepared), RequestProgress(len(prepared.prompt), prepared.expected_cached_tokens)
+        )
         self._jobs[prepared.request_id] = job
         self._loads[prepared.rank].begin(job.progress)
         self._report(prepared.rank)
@@ -280,7 +296,9 @@ class VllmEngine:
             )
 
     def _leave(self, job: _Job) -> None:
-        del self._jobs[job.request.request_id]
+        # The core may have given the request up before, and its id to another one.
+        if self._jobs.get(job.request.request_id) is job:
+            del self._jobs[job.request.request_id]
         rank = job.request.rank
         self._loads[rank].end(job.progress, cached_tokens=job.transcript.cached_tokens or 0, times=job.transcript.times)
         self._report(rank)

@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 import vllm
-from kvist.errors import KvistError, error
+from kvist.errors import KvistError, error, invalid_field
 from kvist_worker.engines.vllm import arguments as engine_arguments
 from kvist_worker.engines.vllm import version as vllm_version
 from kvist_worker.engines.vllm.arguments import VllmArguments
@@ -70,9 +70,11 @@ class VllmBinding:
 
     def __init__(self, arguments: VllmArguments) -> None:
         self._arguments = arguments
-        self._adapters = {
+        # Every adapter that there ever was: its number and its path are part of what its name means.
+        self._known_adapters = {
             name: LoRARequest(name, number, path) for number, (name, path) in enumerate(arguments.adapters.items(), 1)
         }
+        self._adapters = dict(self._known_adapters)
         self._engine: AsyncLLM | None = None
         self._facts: EngineFacts | None = None
 
@@ -143,6 +145,37 @@ class VllmBinding:
             raise error("PRECONDITION_FAILED", "requests that wait for KV of other engines hold the cache") from failure
         if not is_reset:
             raise error("PRECONDITION_FAILED", "the engine could not empty its cache")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Loads a LoRA adapter; requests may name it from then on.
+
+        Raises:
+            KvistError: LoRA is off, the files are no adapter, or the name has meant other files: what the cache holds
+                of them would be claimed for the new ones.
+        """
+        engine, facts = self._up()
+        if not facts.takes_adapters:
+            raise error("NOT_IMPLEMENTED", "this engine was started without enable-lora")
+        known = self._known_adapters.get(name)
+        if known is not None and known.lora_path != path:
+            raise error("ALREADY_EXISTS", f"the adapter {name!r} has other files; choose another name")
+        adapter = known or LoRARequest(name, len(self._known_adapters) + 1, path)
+        try:
+            is_loaded = await engine.add_lora(adapter)
+        except EngineDeadError as failure:
+            raise error("ENGINE_UNAVAILABLE", "the engine has failed") from failure
+        except Exception as failure:
+            raise invalid_field("path", "vLLM cannot load it as an adapter; the worker's log says why") from failure
+        if not is_loaded:
+            raise error("ENGINE_FAILED", "vLLM did not load the adapter")
+        self._known_adapters[name] = self._adapters[name] = adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unloads a LoRA adapter; an unknown one is ignored."""
+        engine, _ = self._up()
+        adapter = self._adapters.pop(name, None)
+        if adapter is not None:
+            await engine.remove_lora(adapter.lora_int_id)
 
     @property
     def has_died(self) -> bool:

@@ -38,11 +38,13 @@ class RequestProgress:
 
     Attributes:
         prompt_tokens: Tokens of its prompt.
+        expected_cached_tokens: Those that the router expects in the cache.
         is_prefilled: Whether a token has come out.
         generated_tokens: Tokens drawn.
     """
 
     prompt_tokens: int
+    expected_cached_tokens: int = 0
     is_prefilled: bool = False
     generated_tokens: int = 0
 
@@ -87,11 +89,6 @@ class RankLoad:
         self._engine_steps += 1
         self._generated_tokens += state.generated_tokens
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self._progress)
-
     def report(self) -> events_pb2.LoadReport:
         """The report; the worker numbers it."""
         progress = self._progress.values()
@@ -101,7 +98,9 @@ class RankLoad:
             finished_requests_total=self._finished_requests,
             engine_steps_total=self._engine_steps,
             generated_tokens_total=self._generated_tokens,
-            outstanding_prefill_tokens=sum(one.prompt_tokens for one in progress if not one.is_prefilled),
+            outstanding_prefill_tokens=sum(
+                one.prompt_tokens - one.expected_cached_tokens for one in progress if not one.is_prefilled
+            ),
             active_tokens=sum(one.prompt_tokens + one.generated_tokens for one in progress if one.is_prefilled),
         )
         if self._progress:

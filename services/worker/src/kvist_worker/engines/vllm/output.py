@@ -34,7 +34,6 @@ class Completion(Protocol):
     token_ids: Sequence[int]
     logprobs: Sequence[Mapping[int, Logprob]] | None
     finish_reason: str | None
-    stop_reason: int | str | None
 
 
 class Times(Protocol):
@@ -47,10 +46,9 @@ class Times(Protocol):
 
 
 class Output(Protocol):
-    """`vllm.outputs.RequestOutput`."""
+    """`vllm.outputs.RequestOutput`, as far as it is read."""
 
     outputs: Sequence[Completion]
-    finished: bool
     num_cached_tokens: int | None
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None
     kv_transfer_params: Mapping[str, Any] | None

@@ -68,6 +68,7 @@ class PreparedRequest:
         priority: Smaller runs earlier.
         trace_headers: W3C trace context; empty when not traced.
         session_id: Whose conversation it is; none when nobody says.
+        expected_cached_tokens: Prompt tokens that the router expects in the cache.
         kv_transfer: What the mesh asks of the connector; none for nothing.
     """
 
@@ -83,6 +84,7 @@ class PreparedRequest:
     priority: int = 0
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     session_id: str | None = None
+    expected_cached_tokens: int = 0
     kv_transfer: engine_pb2.KvTransferParameters | None = None
 
 
@@ -135,6 +137,8 @@ def _prepare(request: engine_pb2.EngineRequest, limits: RequestLimits) -> Prepar
         priority=request.priority if limits.orders_by_priority else 0,
         trace_headers={name: value for name, value in trace.items() if value},
         session_id=session_id,
+        # The last token is always computed.
+        expected_cached_tokens=min(request.expected_cached_tokens, len(prompt) - 1),
         kv_transfer=kv_transfer,
     )
 

@@ -31,6 +31,7 @@ class AsyncLLM:
         self.loggers = [stat_loggers[0](vllm_config, rank) for rank in range(ranks)]
         self.calls: list[SimpleNamespace] = []
         self.aborted: list[str] = []
+        self.adapters: dict[int, str] = {}
         self.is_dead = False
         self.is_shut_down = False
         self.reset_result = True
@@ -114,6 +115,15 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self.reset_result
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        if lora_request.lora_path == "/none":
+            raise RuntimeError("no such folder")
+        self.adapters[lora_request.lora_int_id] = lora_request.lora_path
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return self.adapters.pop(lora_id, None) is not None
 
     @property
     def errored(self) -> bool:
