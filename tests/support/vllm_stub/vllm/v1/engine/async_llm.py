@@ -21,6 +21,16 @@ REFUSED, OVERFLOW, DEAD, BROKEN, GIVEN_UP, UNKNOWN, ENDLESS = range(900, 907)
 EOS = 2
 
 
+class _UsageContext:
+    """What vLLM calls the way it is used; only its default's words are compared."""
+
+    def __repr__(self) -> str:
+        return "<UsageContext.ENGINE_CONTEXT: 'ENGINE_CONTEXT'>"
+
+
+DEFAULT_CONTEXT = _UsageContext()
+
+
 class AsyncLLM:
     last: AsyncLLM
 
@@ -42,7 +52,7 @@ class AsyncLLM:
         cls,
         vllm_config: Any,
         start_engine_loop: bool = True,
-        *,
+        usage_context: Any = DEFAULT_CONTEXT,
         stat_loggers: list[Any] | None = None,
     ) -> AsyncLLM:
         asyncio.get_running_loop()
