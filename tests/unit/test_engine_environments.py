@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvist import engines
 from kvist.cli.app import app
+from kvist.embedded.spec import GIBIBYTE, ClusterSpec
 from kvist.engines import install as installing
 from kvist.engines.environment import EngineEnvironment
 from kvist.engines.install import InstallError, install, pinned_packages
@@ -105,6 +106,19 @@ def test_the_command_says_what_is_wrong_and_what_is_there(index: Index) -> None:
     [engine] = json.loads(run(app, ["engine", "list", "--json"]).stdout)["engines"]  # type: ignore[attr-defined]
     assert (engine["name"], engine["variant"]) == ("vllm", "cpu")
     assert index.calls() == 1
+
+
+def test_a_cluster_on_an_engine_that_is_not_installed_does_not_start(index: Index) -> None:
+    del index
+    refused = CliRunner().invoke(app, ["up", "--engine", "vllm"])
+    assert refused.exit_code == 2
+    assert "kvist engine install vllm" in refused.output
+
+
+def test_a_cluster_on_vllm_gives_it_time_and_memory() -> None:
+    spec = ClusterSpec(engine="vllm", model="m", workers=2)
+    assert spec.manifest()["spec"]["startupTimeout"] == "900s"
+    assert spec.needed_bytes > 2 * 3 * GIBIBYTE
 
 
 def test_a_worker_becomes_the_python_of_its_engine(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

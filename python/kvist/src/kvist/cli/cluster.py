@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from kvist import engines
 from kvist.cli.connection import EXIT_SERVER, EXIT_USAGE, fail, running_record
 from kvist.cli.output import AsJson, console, print_json
 from kvist.embedded.cluster import CannotStartError, EmbeddedCluster, record_failure
@@ -26,8 +27,8 @@ from kvist.embedded.observe import Observation, Observer
 from kvist.embedded.process import ChildFailedError
 from kvist.embedded.spec import MODEL_BY_ENGINE, ClusterSpec
 from kvist.embedded.view import lines_to_copy, phase_name, render, state_name
+from kvist.engines.environment import NAMES as INSTALLABLE
 
-START_TIME_LIMIT_SECONDS = 300.0
 STOP_TIME_LIMIT_SECONDS = 90.0
 POLL_SECONDS = 0.05
 VIEW_INTERVAL_SECONDS = 0.5
@@ -36,7 +37,9 @@ STATUS_SCHEMA_VERSION = 1
 
 def up(
     *,
-    engine: Annotated[str, typer.Option(help="llamacpp (a real model) or sim (no model)")] = "llamacpp",
+    engine: Annotated[
+        str, typer.Option(help="llamacpp (a real model), sim (no model) or vllm (when installed)")
+    ] = "llamacpp",
     workers: Annotated[int, typer.Option(min=1, max=64, help="number of workers")] = 2,
     model: Annotated[str, typer.Option(help="name of the model service; by default that of the engine's model")] = "",
     engine_arguments: Annotated[str, typer.Option(help="JSON object for the engine")] = "{}",
@@ -51,6 +54,8 @@ def up(
         raise fail("an embedded cluster runs here already", "stop it with `kvist down`", EXIT_USAGE)
     if engine not in MODEL_BY_ENGINE:
         raise fail(f"there is no engine {engine!r} here", f"one of {', '.join(MODEL_BY_ENGINE)}", EXIT_USAGE)
+    if engine in INSTALLABLE and engines.find(engine) is None:
+        raise fail(f"{engine} is not installed here", f"kvist engine install {engine} --cpu, or --cuda", EXIT_USAGE)
     spec = ClusterSpec(
         engine=engine,
         model=model or MODEL_BY_ENGINE[engine],
@@ -60,7 +65,7 @@ def up(
         grpc_listen=f"127.0.0.1:{grpc_port}",
     )
     if detach:
-        show(start_detached(layout), spec.model)
+        show(start_detached(layout, time_limit_seconds=spec.startup_seconds), spec.model)
         return
     try:
         asyncio.run(supervise(layout, spec))
@@ -132,7 +137,7 @@ async def show_plain(layout: Layout, spec: ClusterSpec) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def start_detached(layout: Layout) -> ClusterRecord:
+def start_detached(layout: Layout, *, time_limit_seconds: float) -> ClusterRecord:
     """Starts the supervisor in a session of its own and waits until the cluster answers."""
     layout.make()
     layout.record_path.unlink(missing_ok=True)
@@ -145,7 +150,7 @@ def start_detached(layout: Layout) -> ClusterRecord:
             stderr=log,
             start_new_session=True,
         )
-    deadline = time.monotonic() + START_TIME_LIMIT_SECONDS
+    deadline = time.monotonic() + time_limit_seconds
     last = ""
     while time.monotonic() < deadline:
         record = ClusterRecord.read(layout)
