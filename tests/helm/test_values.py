@@ -164,6 +164,8 @@ def test_model_services_are_those_that_a_controller_takes(helm):
                 "classes": [{"name": "people", "weight": 3}],
             }
         },
+        "toolParser": "hermes",
+        "reasoningParser": "none",
     }
     assert set(spec) == {field.alias for field in ModelServiceSpec.model_fields.values()}
     rendered = helm.render({"modelServices": [{"name": "sim", "spec": spec}]})

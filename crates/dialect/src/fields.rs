@@ -209,23 +209,3 @@ pub(crate) fn read_schema(path: &str, schema: Option<&Value>) -> Result<String, 
     let schema = schema.filter(|schema| schema.is_object());
     schema.map(Value::to_string).ok_or_else(|| wrong(path, "must be an object"))
 }
-
-/// Whether tools are listed.
-pub(crate) fn lists_tools(fields: &mut Fields, tools: &str) -> Result<bool, KvistError> {
-    match fields.take(tools) {
-        None => Ok(false),
-        Some(Value::Array(items)) => Ok(!items.is_empty()),
-        Some(_) => Err(wrong(tools, "must be an array")),
-    }
-}
-
-/// Refuses tools that may be called; where none may be, they are left out. `word` is what the request says in `choice`.
-pub(crate) fn refuse_tools(is_listed: bool, word: Option<&str>, tools: &str, choice: &str) -> Result<(), KvistError> {
-    const WHY: &str = "tool calls are not supported by this version; leave tools out or set `tool_choice` to `none`";
-    match word {
-        Some("none") => Ok(()),
-        Some("auto") | None if is_listed => Err(unsupported(tools, WHY)),
-        Some("auto") | None => Ok(()),
-        Some(_) => Err(unsupported(choice, WHY)),
-    }
-}

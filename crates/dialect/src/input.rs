@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value};
 
+use crate::tools::ToolChoice;
+
 /// Which API a request came by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
@@ -22,6 +24,8 @@ pub enum PromptForm {
     Chat {
         /// In order.
         messages: Vec<Value>,
+        /// Tools in the form of the chat API; empty when none may be called.
+        tools: Vec<Value>,
         /// Further variables of the chat template; none of those that Kvist sets itself.
         variables: Map<String, Value>,
     },
@@ -103,6 +107,14 @@ pub struct GenerateInput {
     pub ignore_eos: bool,
     /// Constrained output.
     pub structured: Option<Structured>,
+    /// Which tools may be called.
+    pub tool_choice: ToolChoice,
+    /// Whether one answer may hold several calls.
+    pub parallel_tool_calls: bool,
+    /// Names of the tools whose arguments have to keep to their schema.
+    pub strict_tools: Vec<String>,
+    /// Whether thoughts are part of the answer.
+    pub include_reasoning: bool,
     /// Log-probabilities in the answer.
     pub logprobs: Option<Logprobs>,
     /// Choices.
@@ -138,6 +150,10 @@ impl GenerateInput {
             include_stop_string: false,
             ignore_eos: false,
             structured: None,
+            tool_choice: ToolChoice::None,
+            parallel_tool_calls: true,
+            strict_tools: Vec::new(),
+            include_reasoning: true,
             logprobs: None,
             choices: 1,
             stream: false,

@@ -10,13 +10,16 @@ mod json;
 mod openai;
 mod output;
 mod responses;
+mod thinking;
 mod tokenize;
+mod tools;
 mod writer;
 
 pub use anthropic::{parse_count_tokens, parse_messages};
 pub use input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured};
 pub use openai::{parse_chat_completion, parse_completion};
-pub use output::{Choice, ChoiceEnding, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};
+pub use output::{Call, CallDelta, Choice, ChoiceEnding, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};
 pub use responses::parse_response;
 pub use tokenize::{DetokenizeInput, TokenizeInput, parse_detokenize, parse_tokenize, write_tokens};
+pub use tools::ToolChoice;
 pub use writer::{AnswerHead, AnswerWriter};

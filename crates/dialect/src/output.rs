@@ -1,12 +1,15 @@
 //! What an answer says, whatever API it goes by.
 
 /// Why a choice ended, as the API says it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FinishWord {
     /// A stop token or string.
+    #[default]
     Stop,
     /// The budget is used up.
     Length,
+    /// The model has called tools and waits for what they say.
+    ToolCalls,
 }
 
 impl FinishWord {
@@ -16,6 +19,7 @@ impl FinishWord {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::ToolCalls => "tool_calls",
         }
     }
 }
@@ -40,6 +44,8 @@ pub struct UsageNumbers {
     pub completion_tokens: u32,
     /// Prompt tokens found in a cache.
     pub cached_tokens: u32,
+    /// Generated tokens that were thoughts.
+    pub reasoning_tokens: u32,
 }
 
 /// Log-probabilities at one position, with the texts of the tokens.
@@ -78,13 +84,43 @@ impl TokenLogprob {
     }
 }
 
+/// A part of a tool call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallDelta<'a> {
+    /// Which call of its choice, from 0. Calls follow each other: none goes on behind the begin of the next.
+    pub call: u32,
+    /// Id and name, with its first part.
+    pub head: Option<(&'a str, &'a str)>,
+    /// More of its arguments, which are JSON text.
+    pub arguments: &'a str,
+    /// Whether they are complete.
+    pub is_end: bool,
+}
+
+/// A whole tool call.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Call {
+    /// Its id.
+    pub id: String,
+    /// Name of the tool.
+    pub name: String,
+    /// JSON text.
+    pub arguments: String,
+    /// Whether the arguments are complete; the budget may have cut them.
+    pub is_complete: bool,
+}
+
 /// One choice of a whole answer.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Choice {
     /// Position.
     pub index: u32,
     /// Its text.
     pub text: String,
+    /// Its thoughts.
+    pub reasoning: String,
+    /// Tools that it calls.
+    pub calls: Vec<Call>,
     /// Why it ended.
     pub finish: FinishWord,
     /// The stop string that was found; empty for none.

@@ -31,7 +31,8 @@ pub struct DetokenizeInput {
     pub token_ids: Vec<u32>,
 }
 
-/// Reads a body of `/tokenize`: `prompt`, or `messages` with `add_generation_prompt` and `chat_template_kwargs`.
+/// Reads a body of `/tokenize`: `prompt`, or `messages` with `tools`, `add_generation_prompt` and
+/// `chat_template_kwargs`.
 ///
 /// # Errors
 /// The body is wrong, or a field cannot be honored; the error names it.
@@ -40,7 +41,7 @@ pub fn parse_tokenize(body: &[u8]) -> Result<TokenizeInput, KvistError> {
     let prompt = match fields.take("prompt") {
         Some(Value::String(text)) => PromptForm::Text(text),
         Some(_) => return Err(wrong("prompt", "must be a string")),
-        None => read_conversation(&mut fields)?,
+        None => read_conversation(&mut fields)?.0,
     };
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
     if fields.boolean("add_special_tokens")? == Some(matches!(prompt, PromptForm::Chat { .. })) {

@@ -8,7 +8,7 @@ use crate::{
     anthropic::MessagesWriter,
     input::Endpoint,
     openai::OpenAiWriter,
-    output::{Choice, ChoiceEnding, LogprobRun, UsageNumbers},
+    output::{CallDelta, Choice, ChoiceEnding, LogprobRun, UsageNumbers},
     responses::ResponsesWriter,
 };
 
@@ -71,6 +71,24 @@ impl AnswerWriter {
             Form::OpenAi(writer) => writer.write_delta(out, index, text, logprobs),
             Form::Messages(writer) => writer.write_delta(out, text),
             Form::Responses(writer) => writer.write_delta(out, text),
+        }
+    }
+
+    /// New thoughts of a choice.
+    pub fn write_reasoning(&mut self, out: &mut BytesMut, index: u32, text: &str) {
+        match &mut self.0 {
+            Form::OpenAi(writer) => writer.write_reasoning(out, index, text),
+            Form::Messages(writer) => writer.write_reasoning(out, text),
+            Form::Responses(writer) => writer.write_reasoning(out, text),
+        }
+    }
+
+    /// A part of a tool call of a choice.
+    pub fn write_call(&mut self, out: &mut BytesMut, index: u32, call: CallDelta<'_>) {
+        match &mut self.0 {
+            Form::OpenAi(writer) => writer.write_call(out, index, call),
+            Form::Messages(writer) => writer.write_call(out, call),
+            Form::Responses(writer) => writer.write_call(out, call),
         }
     }
 

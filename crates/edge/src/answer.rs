@@ -9,12 +9,13 @@ use bytes::{Bytes, BytesMut};
 use futures::StreamExt as _;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use kvist_dialect::{
-    AnswerHead, AnswerWriter, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion,
+    AnswerHead, AnswerWriter, Call, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion,
     parse_count_tokens, parse_detokenize, parse_messages, parse_response, parse_tokenize, write_tokens,
 };
 use kvist_errors::{Code, KvistError};
 use kvist_router::{
-    CLASS_METADATA, Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext, SESSION_METADATA,
+    CLASS_METADATA, CallDelta, CallHead, Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext,
+    SESSION_METADATA,
 };
 use tokio::sync::Semaphore;
 use tracing::Span;
@@ -184,7 +185,7 @@ impl Answerer {
         {
             return Err(error);
         }
-        let mut body = EventBody::new(events, writer, form.choices, echo, self.keep_alive);
+        let mut body = EventBody::new(events, writer, form, echo, self.keep_alive);
         match batch {
             Some(batch) => body.push(batch),
             None => body.push_keep_alive(),
@@ -202,7 +203,21 @@ impl Answerer {
 #[derive(Default)]
 struct Growing {
     text: String,
+    reasoning: String,
+    calls: Vec<Call>,
     logprobs: Vec<kvist_dialect::TokenLogprob>,
+}
+
+impl Growing {
+    fn call(&mut self, delta: CallDelta) {
+        if let Some(CallHead { id, name }) = delta.head {
+            self.calls.push(Call { id, name, ..Call::default() });
+        }
+        if let Some(call) = self.calls.get_mut(delta.call as usize) {
+            call.arguments.push_str(&delta.arguments);
+            call.is_complete |= delta.is_end;
+        }
+    }
 }
 
 async fn whole(
@@ -222,6 +237,16 @@ async fn whole(
                         choice.logprobs.extend(logprobs(delta.logprobs));
                     }
                 }
+                GenerateEvent::Reasoning(delta) => {
+                    if let Some(choice) = growing.get_mut(delta.index as usize).filter(|_| form.include_reasoning) {
+                        choice.reasoning.push_str(&delta.text);
+                    }
+                }
+                GenerateEvent::Call(delta) => {
+                    if let Some(choice) = growing.get_mut(delta.index as usize) {
+                        choice.call(delta);
+                    }
+                }
                 GenerateEvent::Failed(error) => return Err(error),
                 GenerateEvent::Finished(end) => {
                     let choice = |(index, choice): (u32, Growing)| {
@@ -229,7 +254,9 @@ async fn whole(
                         Choice {
                             index,
                             text: choice.text,
-                            finish: ended.map_or(FinishWord::Stop, |ended| finish_word(ended.reason)),
+                            reasoning: choice.reasoning,
+                            calls: choice.calls,
+                            finish: ended.map_or(FinishWord::Stop, finish_word),
                             stop_string: ended.map(|ended| ended.stop_string.clone()).unwrap_or_default(),
                             logprobs: form.logprobs.then_some(choice.logprobs),
                         }

@@ -13,10 +13,10 @@ use http_body::{Body, Frame, SizeHint};
 use kvist_dialect::{AnswerWriter, ChoiceEnding, FinishWord, LogprobRun, UsageNumbers};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::FinishReason;
-use kvist_router::{EventStream, GenerateEvent, Usage};
+use kvist_router::{CallDelta, ChoiceEnd, EventStream, GenerateEvent, Usage};
 use tokio::time::Sleep;
 
-use crate::convert::logprobs;
+use crate::convert::{Form, logprobs};
 
 /// Bytes that an ordinary frame of events fits.
 const FRAME_BYTES: usize = 512;
@@ -75,6 +75,7 @@ pub(crate) struct EventBody {
     offsets: Vec<u32>,
     /// Text before each choice's own.
     echo: String,
+    include_reasoning: bool,
     has_started: bool,
     has_ended: bool,
     pending: BytesMut,
@@ -87,7 +88,7 @@ impl EventBody {
     pub(crate) fn new(
         events: EventStream,
         writer: AnswerWriter,
-        choices: u32,
+        form: &Form,
         echo: String,
         keep_alive: Duration,
     ) -> Self {
@@ -95,8 +96,9 @@ impl EventBody {
         Self {
             events,
             writer,
-            offsets: vec![offset; choices as usize],
+            offsets: vec![offset; form.choices as usize],
             echo,
+            include_reasoning: form.include_reasoning,
             has_started: false,
             has_ended: false,
             pending: BytesMut::new(),
@@ -143,10 +145,21 @@ impl EventBody {
                     self.writer.write_delta(out, delta.index, &delta.text, run);
                 }
             }
+            GenerateEvent::Reasoning(delta) => {
+                if self.include_reasoning {
+                    self.writer.write_reasoning(out, delta.index, &delta.text);
+                }
+            }
+            GenerateEvent::Call(delta) => {
+                let head = delta.head.as_ref().map(|head| (head.id.as_str(), head.name.as_str()));
+                let CallDelta { index, call, arguments, is_end, .. } = &delta;
+                let part = kvist_dialect::CallDelta { call: *call, head, arguments, is_end: *is_end };
+                self.writer.write_call(out, *index, part);
+            }
             GenerateEvent::Finished(end) => {
                 let endings = end.choices.iter().map(|choice| ChoiceEnding {
                     index: choice.index,
-                    finish: finish_word(choice.reason),
+                    finish: finish_word(choice),
                     stop_string: &choice.stop_string,
                 });
                 let endings: Vec<ChoiceEnding<'_>> = endings.collect();
@@ -201,9 +214,10 @@ impl EventBody {
     }
 }
 
-pub(crate) fn finish_word(reason: FinishReason) -> FinishWord {
-    match reason {
+pub(crate) fn finish_word(end: &ChoiceEnd) -> FinishWord {
+    match end.reason {
         FinishReason::Length => FinishWord::Length,
+        _ if end.complete_calls > 0 => FinishWord::ToolCalls,
         _ => FinishWord::Stop,
     }
 }
@@ -213,5 +227,6 @@ pub(crate) fn usage_numbers(usage: Usage) -> UsageNumbers {
         prompt_tokens: usage.prompt_tokens,
         completion_tokens: usage.completion_tokens,
         cached_tokens: usage.cached_tokens,
+        reasoning_tokens: usage.reasoning_tokens,
     }
 }

@@ -5,7 +5,7 @@ use kvist_errors::KvistError;
 use kvist_proto::engine::v1::{
     Choices, SamplingParameters, StopConditions, StructuredOutput, structured_output::Constraint,
 };
-use kvist_router::{Chat, GenerateInput, Prompt, TokenLogprob};
+use kvist_router::{AnswerForm, Chat, GenerateInput, Prompt, TokenLogprob, ToolChoice};
 use prost_types::{ListValue, Struct, value::Kind};
 use serde_json::{Map, Value};
 
@@ -17,6 +17,7 @@ pub(crate) struct Form {
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
     pub(crate) logprobs: bool,
+    pub(crate) include_reasoning: bool,
     /// Fields of the request that the answer repeats.
     pub(crate) repeated: Map<String, Value>,
     /// The prompt that is repeated before the answer.
@@ -28,13 +29,9 @@ pub(crate) fn prompt_of(form: dialect::PromptForm, add_generation_prompt: bool, 
     match form {
         dialect::PromptForm::Text(text) => Prompt::Text(text),
         dialect::PromptForm::Tokens(ids) => Prompt::Tokens(ids),
-        dialect::PromptForm::Chat { messages, variables } => Prompt::Chat(Box::new(Chat {
-            messages,
-            tools: Vec::new(),
-            variables,
-            add_generation_prompt,
-            now_unix_seconds,
-        })),
+        dialect::PromptForm::Chat { messages, tools, variables } => {
+            Prompt::Chat(Box::new(Chat { messages, tools, variables, add_generation_prompt, now_unix_seconds }))
+        }
     }
 }
 
@@ -48,6 +45,7 @@ pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Fo
         stream: input.stream,
         include_usage: input.include_usage,
         logprobs: input.logprobs.is_some(),
+        include_reasoning: input.include_reasoning,
         repeated: input.repeated,
         echo: input.echo.then(|| prompt.clone()),
     };
@@ -77,12 +75,28 @@ pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Fo
         stop_strings: input.stop,
         include_stop_string: input.include_stop_string,
         structured_output: input.structured.map(structured),
+        form: AnswerForm {
+            // The completions API shows text as it was generated.
+            separate_reasoning: input.endpoint != dialect::Endpoint::Completions,
+            tool_choice: tool_choice(input.tool_choice),
+            single_call: !input.parallel_tool_calls,
+            strict_tools: input.strict_tools,
+        },
         cache_salt: input.cache_salt,
         priority: input.priority,
         engine_extras: (!input.extras.is_empty()).then(|| to_struct(input.extras)),
         ..GenerateInput::new(input.model, prompt)
     };
     (form, generate)
+}
+
+fn tool_choice(choice: dialect::ToolChoice) -> ToolChoice {
+    match choice {
+        dialect::ToolChoice::None => ToolChoice::None,
+        dialect::ToolChoice::Auto => ToolChoice::Auto,
+        dialect::ToolChoice::Required => ToolChoice::Required,
+        dialect::ToolChoice::Named(name) => ToolChoice::Named(name),
+    }
 }
 
 fn structured(output: dialect::Structured) -> StructuredOutput {

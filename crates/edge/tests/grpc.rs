@@ -125,6 +125,7 @@ async fn a_worker_that_a_state_leaves_out_for_a_moment_keeps_its_requests() {
                 worker.engine.release(", ended");
             }
             Event::Finished(_) => has_ended = true,
+            other => panic!("{other:?}"),
         }
     }
     assert_eq!(("begun, ended", true), (answer.as_str(), has_ended));
@@ -179,6 +180,7 @@ async fn an_answer_comes_with_its_end_and_can_be_explained() {
                 tokens.extend(delta.token_ids);
             }
             Event::Finished(finished) => end = Some(finished),
+            other => panic!("{other:?}"),
         }
     }
     assert_eq!((Some("r1-mine"), "Hällo", 6), (first.as_deref(), answer.as_str(), tokens.len()));

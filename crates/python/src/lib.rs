@@ -40,6 +40,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pure::check_routing, module)?)?;
     module.add_function(wrap_pyfunction!(pure::check_admission, module)?)?;
     module.add_function(wrap_pyfunction!(pure::digest_hex, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::reasoning_parsers, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::tool_parsers, module)?)?;
     module.add_function(wrap_pyfunction!(pure::error_catalogue, module)?)?;
     module.add_function(wrap_pyfunction!(pure::new_incarnation, module)?)?;
     module.add_function(wrap_pyfunction!(pure::usable_blocks, module)?)?;

@@ -68,6 +68,18 @@ pub(crate) fn new_incarnation(floor: u64) -> u64 {
     kvist_history::new_incarnation(floor)
 }
 
+/// Names of the parsers of tool calls that a model's resource may give.
+#[pyfunction]
+pub(crate) fn tool_parsers() -> Vec<&'static str> {
+    kvist_text::ToolFamily::ALL.map(|(name, _)| name).to_vec()
+}
+
+/// Names of the parsers of thoughts that a model's resource may give.
+#[pyfunction]
+pub(crate) fn reasoning_parsers() -> Vec<&'static str> {
+    kvist_text::ReasoningFamily::ALL.map(|(name, _)| name).to_vec()
+}
+
 /// BLAKE3 of a file's bytes, lower-case hex: the digest that pools compare.
 #[pyfunction]
 pub(crate) fn digest_hex(py: Python<'_>, data: &[u8]) -> String {

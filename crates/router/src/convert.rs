@@ -8,7 +8,9 @@ use kvist_proto::{
 use prost_types::{Struct, value::Kind};
 use serde_json::{Map, Number, Value};
 
-use crate::generate::{GenerateEnd, GenerateInput, Prompt, TextDelta};
+use crate::generate::{
+    AnswerForm, CallDelta, GenerateEnd, GenerateInput, Prompt, ReasoningDelta, TextDelta, ToolChoice,
+};
 
 /// Most stop strings of one request.
 const MOST_STOP_STRINGS: usize = 16;
@@ -76,6 +78,9 @@ fn read_message(message: wire::ChatMessage) -> Value {
     if !message.name.is_empty() {
         object.insert("name".to_owned(), message.name.into());
     }
+    if !message.reasoning_content.is_empty() {
+        object.insert("reasoning_content".to_owned(), message.reasoning_content.into());
+    }
     if !message.tool_calls.is_empty() {
         let calls = message.tool_calls.into_iter().map(|call| Value::Object(to_json(call))).collect();
         object.insert("tool_calls".to_owned(), Value::Array(calls));
@@ -123,7 +128,27 @@ pub(crate) fn read_request(request: wire::GenerateRequest, now_unix_seconds: i64
         priority: request.priority,
         engine_extras: request.engine_extras.filter(|extras| !extras.fields.is_empty()),
         return_token_ids: request.return_token_ids,
+        form: request.answer_form.map(read_form).unwrap_or_default(),
     })
+}
+
+fn read_form(form: wire::AnswerForm) -> AnswerForm {
+    use wire::tool_choice::Choice;
+    let tool_choice = match form.tool_choice.and_then(|choice| choice.choice) {
+        None => ToolChoice::None,
+        Some(Choice::Name(name)) => ToolChoice::Named(name),
+        Some(Choice::Mode(mode)) => match wire::ToolMode::try_from(mode) {
+            Ok(wire::ToolMode::Auto) => ToolChoice::Auto,
+            Ok(wire::ToolMode::Required) => ToolChoice::Required,
+            Ok(wire::ToolMode::Unspecified) | Err(_) => ToolChoice::None,
+        },
+    };
+    AnswerForm {
+        separate_reasoning: form.separate_reasoning,
+        tool_choice,
+        single_call: form.single_call,
+        strict_tools: form.strict_tools,
+    }
 }
 
 pub(crate) fn write_delta(delta: TextDelta) -> wire::TextDelta {
@@ -135,12 +160,23 @@ pub(crate) fn write_delta(delta: TextDelta) -> wire::TextDelta {
     wire::TextDelta { index: delta.index, text: delta.text, token_ids: delta.token_ids, logprobs: logprobs.collect() }
 }
 
+pub(crate) fn write_reasoning(delta: ReasoningDelta) -> wire::ReasoningDelta {
+    wire::ReasoningDelta { index: delta.index, text: delta.text }
+}
+
+pub(crate) fn write_call(delta: CallDelta) -> wire::CallDelta {
+    let CallDelta { index, call, head, arguments, is_end } = delta;
+    let head = head.unwrap_or_default();
+    wire::CallDelta { index, call, id: head.id, name: head.name, arguments, is_end }
+}
+
 pub(crate) fn write_end(end: GenerateEnd) -> wire::GenerateFinished {
     let choices = end.choices.into_iter().map(|choice| wire::ChoiceFinish {
         index: choice.index,
         reason: choice.reason.into(),
         stop_string: choice.stop_string,
         stop_token_id: choice.stop_token_id,
+        complete_calls: choice.complete_calls,
     });
     wire::GenerateFinished {
         choices: choices.collect(),
@@ -148,6 +184,7 @@ pub(crate) fn write_end(end: GenerateEnd) -> wire::GenerateFinished {
             prompt_tokens: end.usage.prompt_tokens,
             completion_tokens: end.usage.completion_tokens,
             cached_tokens: end.usage.cached_tokens,
+            reasoning_tokens: end.usage.reasoning_tokens,
         }),
         receipt: end.receipt,
     }

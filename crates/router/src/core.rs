@@ -36,6 +36,7 @@ use crate::{
     life::{Life, fingerprint},
     metrics::{FeedMetrics, RouterMetrics},
     model_state::ModelStates,
+    parsing::OfferedTools,
     policy::Policy,
     quarantine::Quarantine,
     record::RequestRecord,
@@ -459,7 +460,7 @@ impl RouterCore {
     async fn start(
         self: &Arc<Self>,
         context: RequestContext,
-        input: GenerateInput,
+        mut input: GenerateInput,
         record: &mut Option<RequestRecord>,
     ) -> Result<EventStream, KvistError> {
         if self.is_draining() {
@@ -477,7 +478,8 @@ impl RouterCore {
             let field = "sampling.prompt_logprobs";
             return Err(KvistError::field(Code::UnsupportedField, field, "this version does not return them"));
         }
-        let needs = Needs::of(&input);
+        let tools = OfferedTools::take(&mut input)?;
+        let needs = Needs::of(&input).for_calls(tools.are_asked_for());
         let tokenize_span = tracing::info_span!(parent: &context.span, names::SPAN_TOKENIZE);
         let encoding = self.tokenize_with(&model, input.prompt);
         let expired = || KvistError::new(Code::DeadlineExceeded, "the deadline passed before the request was placed");
@@ -504,6 +506,8 @@ impl RouterCore {
             session: session_of(&context.session_id),
             queued_for: None,
         };
+        let plan = tools.plan(&model.model, text.as_deref(), &demand.tokens, &request_id)?;
+        let parse_failures = (!plan.parsing.is_nothing()).then(|| self.metrics.parse_failures_of(&model.name));
         let answer = Answer::new(
             text,
             AnswerSettings {
@@ -512,6 +516,8 @@ impl RouterCore {
                 include_stop_string: input.include_stop_string,
                 return_token_ids: input.return_token_ids,
                 prompt_tokens,
+                plan: Some(plan),
+                parse_failures,
             },
         );
         let template = EngineRequest {

@@ -99,6 +99,35 @@ pub struct GenerateInput {
     pub engine_extras: Option<prost_types::Struct>,
     /// Return token ids beside the text.
     pub return_token_ids: bool,
+    /// How the answer is taken apart.
+    pub form: AnswerForm,
+}
+
+/// Which tools may be called.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// None: nothing is read as a call.
+    #[default]
+    None,
+    /// The model decides.
+    Auto,
+    /// At least one.
+    Required,
+    /// This one, once.
+    Named(String),
+}
+
+/// How an answer is taken apart; by default it is the text as it was generated.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AnswerForm {
+    /// Thoughts are events of their own.
+    pub separate_reasoning: bool,
+    /// Which of the prompt's tools may be called.
+    pub tool_choice: ToolChoice,
+    /// At most one call in an answer.
+    pub single_call: bool,
+    /// Names of the tools whose arguments have to keep to their schema.
+    pub strict_tools: Vec<String>,
 }
 
 impl GenerateInput {
@@ -118,6 +147,7 @@ impl GenerateInput {
             priority: 0,
             engine_extras: None,
             return_token_ids: false,
+            form: AnswerForm::default(),
         }
     }
 }
@@ -148,6 +178,39 @@ pub struct TextDelta {
     pub logprobs: Vec<TokenLogprob>,
 }
 
+/// New thoughts of one choice.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ReasoningDelta {
+    /// Which choice, from 0.
+    pub index: u32,
+    /// Whole characters.
+    pub text: String,
+}
+
+/// A part of a tool call of one choice. Calls follow each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CallDelta {
+    /// Which choice, from 0.
+    pub index: u32,
+    /// Which call of the choice, from 0.
+    pub call: u32,
+    /// Id and name, with the first part.
+    pub head: Option<CallHead>,
+    /// More of its arguments: JSON text once they are complete.
+    pub arguments: String,
+    /// Whether they are complete.
+    pub is_end: bool,
+}
+
+/// What a tool call begins with.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CallHead {
+    /// Its id.
+    pub id: String,
+    /// Name of the tool.
+    pub name: String,
+}
+
 /// How one choice ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChoiceEnd {
@@ -159,6 +222,8 @@ pub struct ChoiceEnd {
     pub stop_string: String,
     /// The token that ended it.
     pub stop_token_id: Option<u32>,
+    /// Tool calls that are complete.
+    pub complete_calls: u32,
 }
 
 /// What a request used.
@@ -170,6 +235,8 @@ pub struct Usage {
     pub completion_tokens: u32,
     /// Prompt tokens whose KV was in the cache.
     pub cached_tokens: u32,
+    /// Generated tokens that were thoughts.
+    pub reasoning_tokens: u32,
 }
 
 /// The end of all choices.
@@ -188,6 +255,10 @@ pub struct GenerateEnd {
 pub enum GenerateEvent {
     /// New text.
     Delta(TextDelta),
+    /// New thoughts.
+    Reasoning(ReasoningDelta),
+    /// A part of a tool call.
+    Call(CallDelta),
     /// The engine ended it.
     Finished(GenerateEnd),
     /// It failed.
@@ -198,7 +269,7 @@ impl GenerateEvent {
     /// Whether nothing follows.
     #[must_use]
     pub fn is_terminal(&self) -> bool {
-        !matches!(self, Self::Delta(_))
+        matches!(self, Self::Finished(_) | Self::Failed(_))
     }
 }
 

@@ -22,6 +22,7 @@ mod life;
 mod maintenance;
 mod metrics;
 mod model_state;
+mod parsing;
 mod policy;
 mod quarantine;
 mod record;
@@ -36,8 +37,8 @@ mod text;
 pub use cluster::StateVersion;
 pub use core::{Router, RouterCore, RouterStatus};
 pub use generate::{
-    ChoiceEnd, EventStream, Generate, GenerateEnd, GenerateEvent, GenerateInput, Prompt, RequestContext, TextDelta,
-    TokenLogprob, Tokens, Usage,
+    AnswerForm, CallDelta, CallHead, ChoiceEnd, EventStream, Generate, GenerateEnd, GenerateEvent, GenerateInput,
+    Prompt, ReasoningDelta, RequestContext, TextDelta, TokenLogprob, Tokens, ToolChoice, Usage,
 };
 pub use keys::{ApiKeys, Caller};
 pub use maintenance::maintain;

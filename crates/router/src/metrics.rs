@@ -80,6 +80,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) requests: Family<RequestLabels, Counter>,
     pub(crate) active: Gauge,
     pub(crate) retries: Counter,
+    pub(crate) parse_failures: Family<ModelLabel, Counter>,
     pub(crate) decision_seconds: Histogram,
     pub(crate) tokenize_seconds: Histogram,
     pub(crate) first_token_seconds: Histogram,
@@ -111,12 +112,22 @@ pub(crate) struct RouterMetrics {
 }
 
 impl RouterMetrics {
+    /// Counts what parsers of a model's answers could not read.
+    pub(crate) fn parse_failures_of(&self, model: &str) -> Counter {
+        self.parse_failures.get_or_create(&ModelLabel { model: model.to_owned() }).clone()
+    }
+
     pub(crate) fn new(metrics: &Metrics) -> Self {
         let histogram = || Histogram::new(latency_buckets_seconds());
         Self {
             requests: metrics.register(names::ROUTER_REQUESTS, "Requests by how they ended.", Family::default()),
             active: metrics.register(names::ROUTER_ACTIVE_REQUESTS, "Requests that run or wait.", Gauge::default()),
             retries: metrics.register(names::ROUTER_RETRIES, "Requests placed a second time.", Counter::default()),
+            parse_failures: metrics.register(
+                names::ROUTER_PARSE_FAILURES,
+                "What looked like a tool call and was passed on as text.",
+                Family::default(),
+            ),
             decision_seconds: metrics.register(
                 names::ROUTER_DECISION_SECONDS,
                 "Time of one decision, hashing included.",

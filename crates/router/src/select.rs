@@ -57,6 +57,8 @@ pub(crate) struct Needs {
     top_logprobs: Option<u32>,
     logprobs: bool,
     json: bool,
+    /// The JSON is that of tool calls.
+    calls: bool,
     regex: bool,
     grammar: bool,
     choice: bool,
@@ -74,11 +76,17 @@ impl Needs {
                 constraint,
                 Some(Constraint::JsonObject(_) | Constraint::JsonSchema(_) | Constraint::StructuralTag(_))
             ),
+            calls: false,
             regex: matches!(constraint, Some(Constraint::Regex(_))),
             grammar: matches!(constraint, Some(Constraint::Grammar(_))),
             choice: matches!(constraint, Some(Constraint::Choice(_))),
             adapter: !input.adapter.is_empty(),
         }
+    }
+
+    /// The same for a request whose constraint makes the answer tool calls.
+    pub(crate) fn for_calls(self, calls: bool) -> Self {
+        Self { calls, ..self }
     }
 
     /// The field that an engine cannot honor.
@@ -88,7 +96,7 @@ impl Needs {
         } else if self.top_logprobs.is_some_and(|top| top > most_top_logprobs) {
             Some("top_logprobs")
         } else if self.json && !can.json_schema {
-            Some("response_format")
+            Some(if self.calls { "tool_choice" } else { "response_format" })
         } else if self.regex && !can.regex {
             Some("structured_output.regex")
         } else if self.grammar && !can.grammar {

@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status, metadata::MetadataMap};
 use tracing::field::Empty;
 
 use crate::{
-    convert::{read_grpc_timeout, read_prompt, read_request, write_delta, write_end},
+    convert::{read_grpc_timeout, read_prompt, read_request, write_call, write_delta, write_end, write_reasoning},
     core::{Router, RouterCore, join_salts},
     door::{Entry, Ticket},
     explain::SeenDecision,
@@ -115,6 +115,8 @@ impl RouterService for Service {
         let messages = events.flat_map(stream::iter).map(move |event| {
             let event = match event {
                 GenerateEvent::Delta(delta) => wire::generate_response::Event::Delta(write_delta(delta)),
+                GenerateEvent::Reasoning(delta) => wire::generate_response::Event::Reasoning(write_reasoning(delta)),
+                GenerateEvent::Call(delta) => wire::generate_response::Event::Call(write_call(delta)),
                 GenerateEvent::Finished(end) => wire::generate_response::Event::Finished(write_end(end)),
                 GenerateEvent::Failed(error) => return Err(error.into()),
             };

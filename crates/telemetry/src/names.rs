@@ -18,6 +18,8 @@ names! { METRICS:
     ROUTER_ACTIVE_REQUESTS = "kvist_router_active_requests";
     /// Requests that were placed a second time after their first target was lost.
     ROUTER_RETRIES = "kvist_router_retries_total";
+    /// What looked like a tool call or a head of a message and could not be read, by model: it was passed on as text.
+    ROUTER_PARSE_FAILURES = "kvist_router_parse_failures_total";
     /// Time of one routing decision, hashing included.
     ROUTER_DECISION_SECONDS = "kvist_router_decision_seconds";
     /// Time of rendering and tokenizing a prompt.

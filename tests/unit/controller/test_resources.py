@@ -1,9 +1,12 @@
 """Manifests: defaults, and refusals that name each wrong field."""
 
+from typing import get_args
+
 import pytest
 
+from kvist import _core
 from kvist.errors import InvalidRequestError
-from kvist_controller.resources import check_identity, parse_model_service
+from kvist_controller.resources import ReasoningParser, ToolParser, check_identity, parse_model_service
 
 
 def refused(spec: dict) -> dict[str, str]:
@@ -28,7 +31,13 @@ def test_a_small_manifest_gets_all_defaults() -> None:
 
 def test_the_plain_form_is_read_back_as_the_same_specification() -> None:
     spec = parse_model_service(
-        {"engine": {"name": "sim", "arguments": {"blocks": 8}}, "drainTimeout": "1.5s", "hashUnitTokens": 16},
+        {
+            "engine": {"name": "sim", "arguments": {"blocks": 8}},
+            "drainTimeout": "1.5s",
+            "hashUnitTokens": 16,
+            "toolParser": "hermes",
+            "reasoningParser": "none",
+        },
         name="smol",
     )
     assert parse_model_service(spec.to_plain(), name="other") == spec
@@ -63,6 +72,8 @@ def test_every_wrong_field_is_named_and_near_misses_get_a_suggestion() -> None:
         ({"engine": {"name": "sim"}, "role": "prefill"}, "spec.role"),
         ({"engine": {"name": "sim"}, "tokenizerDigest": "abc"}, "spec.tokenizerDigest"),
         ({"engine": {"name": "sim"}, "model": "a", "aliases": ["a"]}, "spec"),
+        ({"engine": {"name": "sim"}, "toolParser": "qwen"}, "spec.toolParser"),
+        ({"engine": {"name": "sim"}, "reasoningParser": 1}, "spec.reasoningParser"),
     ],
 )
 def test_a_wrong_value_is_refused_by_path(spec: dict, field: str) -> None:
@@ -113,6 +124,13 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "spec.replicas",
         "spec.routing.preset",
     }
+
+
+def test_parsers_are_those_that_the_router_has() -> None:
+    assert ["none", *_core.tool_parsers()] == list(get_args(ToolParser))
+    assert ["none", *_core.reasoning_parsers()] == list(get_args(ReasoningParser))
+    refusal = refused({"engine": {"name": "sim"}, "toolParser": "mistrall"})["spec.toolParser"]
+    assert refusal.startswith(f"must be one of none, {', '.join(_core.tool_parsers())}, did you mean 'mistral'?")
 
 
 def test_identity_is_checked() -> None:

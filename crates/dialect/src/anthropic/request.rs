@@ -5,10 +5,12 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     fields::{
-        Fields, lists_tools, read_messages, read_model, read_priority, read_schema, read_stop, read_top_k, read_top_p,
-        refuse_mesh_fields, refuse_tools, text_of_part, unsupported, wrong,
+        Fields, read_messages, read_model, read_priority, read_schema, read_stop, read_top_k, read_top_p,
+        refuse_mesh_fields, text_of_part, unsupported, wrong,
     },
     input::{Endpoint, GenerateInput, PromptForm, Sampling, Structured},
+    thinking::{set_effort, set_thinking},
+    tools::{Definition, ToolChoice, ToolUse, read_tools, refuse_with_calls},
 };
 
 /// Fields of the API that change nothing in the answer and may be left without effect.
@@ -51,12 +53,11 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
     for (position, turn) in turns.into_iter().enumerate() {
         read_turn(position, turn, position == last, &mut messages)?;
     }
-    let lists_tools = lists_tools(&mut fields, "tools")?;
-    let choice = fields.object("tool_choice")?;
-    let word = choice.as_ref().and_then(|choice| choice.get("type")).and_then(Value::as_str);
-    refuse_tools(lists_tools, word, "tools", "tool_choice")?;
-    refuse_thinking(&mut fields)?;
-    let structured = read_format(&mut fields)?;
+    let tools = read_tool_use(&mut fields)?;
+    let mut variables = Map::new();
+    read_thinking(&mut fields, max_tokens, &mut variables)?;
+    let structured = read_format(&mut fields, &mut variables)?;
+    refuse_with_calls("output_config.format", structured.is_some(), &tools)?;
     let model = read_model(&mut fields)?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
@@ -68,12 +69,15 @@ fn read_request(mut fields: Fields, max_tokens: Option<u32>) -> Result<GenerateI
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let cache_salt = fields.text("cache_salt")?.unwrap_or_default();
     let priority = read_priority(&mut fields)?;
-    let prompt = PromptForm::Chat { messages, variables: Map::new() };
+    let prompt = PromptForm::Chat { messages, tools: tools.definitions, variables };
     Ok(GenerateInput {
         sampling,
         max_tokens,
         stop,
         structured,
+        tool_choice: tools.choice,
+        parallel_tool_calls: tools.parallel,
+        strict_tools: tools.strict,
         stream,
         cache_salt,
         priority,
@@ -160,6 +164,8 @@ fn read_assistant(path: &str, blocks: &[Value], messages: &mut Vec<Value>) -> Re
         };
         match block.get("type").and_then(Value::as_str) {
             Some("thinking") => thoughts.push(string("thinking")?),
+            // Readable to the servers of the API's maker alone.
+            Some("redacted_thinking") => {}
             Some("tool_use") => {
                 let input = block.get("input").filter(|input| input.is_object());
                 let input = input.ok_or_else(|| wrong(format!("{path}.input"), "must be an object"))?;
@@ -180,22 +186,74 @@ fn read_assistant(path: &str, blocks: &[Value], messages: &mut Vec<Value>) -> Re
     Ok(())
 }
 
-fn refuse_thinking(fields: &mut Fields) -> Result<(), KvistError> {
-    let thinking = fields.object("thinking")?;
-    match thinking.as_ref().and_then(|thinking| thinking.get("type")).and_then(Value::as_str) {
-        None if thinking.is_none() => Ok(()),
-        Some("disabled") => Ok(()),
-        _ => Err(unsupported("thinking", "this version does not tell thoughts from the answer")),
+/// Tools and what is said of calls.
+fn read_tool_use(fields: &mut Fields) -> Result<ToolUse, KvistError> {
+    const PATH: &str = "tool_choice";
+    let tools = read_tools(fields, "input_schema", |path, mut item| {
+        if let Some(kind) = item.get("type").and_then(Value::as_str).filter(|kind| *kind != "custom") {
+            let why = format!("`{kind}` runs on the servers of the API's maker, and not here");
+            return Err(unsupported(format!("{path}.type"), why));
+        }
+        let mut take = |name: &str| item.shift_remove(name);
+        let definition = Definition {
+            name: take("name"),
+            description: take("description"),
+            parameters: take("input_schema"),
+            strict: take("strict"),
+        };
+        Ok((path.to_owned(), definition))
+    })?;
+    let Some(choice) = fields.object(PATH)? else { return tools.choose(None, PATH) };
+    let one_at_most = match choice.get("disable_parallel_tool_use") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(truth)) => *truth,
+        Some(_) => return Err(wrong(format!("{PATH}.disable_parallel_tool_use"), "must be true or false")),
+    };
+    let chosen = match choice.get("type").and_then(Value::as_str) {
+        Some("none") => ToolChoice::None,
+        Some("auto") => ToolChoice::Auto,
+        Some("any") => ToolChoice::Required,
+        Some("tool") => match choice.get("name").and_then(Value::as_str) {
+            Some(name) => ToolChoice::Named(name.to_owned()),
+            None => return Err(wrong(format!("{PATH}.name"), "must be a string")),
+        },
+        _ => return Err(wrong(format!("{PATH}.type"), "must be one of auto, any, tool, none")),
+    };
+    ToolUse { parallel: !one_at_most, ..tools }.choose(Some(chosen), PATH)
+}
+
+/// Whether to think, and for how long: a matter of the template.
+fn read_thinking(
+    fields: &mut Fields,
+    max_tokens: Option<u32>,
+    variables: &mut Map<String, Value>,
+) -> Result<(), KvistError> {
+    let Some(thinking) = fields.object("thinking")? else { return Ok(()) };
+    match thinking.get("type").and_then(Value::as_str) {
+        Some("disabled") => set_thinking(false, variables),
+        Some("adaptive") => set_thinking(true, variables),
+        Some("enabled") => {
+            let mut thinking = Fields { map: thinking };
+            let budget = thinking.unsigned("budget_tokens", 1, u32::MAX);
+            let path = "thinking.budget_tokens";
+            let budget = budget.map_err(|_| wrong(path, "must be a whole number of at least 1"))?;
+            let budget = budget.ok_or_else(|| wrong(path, "is missing"))?;
+            if max_tokens.is_some_and(|most| budget >= most) {
+                return Err(wrong(path, "must be below `max_tokens`"));
+            }
+            set_thinking(true, variables);
+            variables.insert("thinking_budget".to_owned(), budget.into());
+        }
+        _ => return Err(wrong("thinking.type", "must be one of enabled, adaptive, disabled")),
     }
+    Ok(())
 }
 
 /// The API has had two places for the schema of an answer.
-fn read_format(fields: &mut Fields) -> Result<Option<Structured>, KvistError> {
+fn read_format(fields: &mut Fields, variables: &mut Map<String, Value>) -> Result<Option<Structured>, KvistError> {
     let mut format = fields.object("output_format")?.map(|format| ("output_format", format));
     if let Some(mut config) = fields.object("output_config")? {
-        if config.shift_remove("effort").is_some_and(|effort| !effort.is_null()) {
-            return Err(unsupported("output_config.effort", "this version cannot honor it"));
-        }
+        set_effort("output_config.effort", config.shift_remove("effort"), variables)?;
         match config.shift_remove("format") {
             None | Some(Value::Null) => {}
             Some(Value::Object(map)) => format = Some(("output_config.format", map)),
@@ -235,13 +293,16 @@ mod tests {
         let input = parse(
             r#", "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
             "temperature": 0.5, "top_p": 0.25, "top_k": 3, "stop_sequences": ["x"], "stream": true, "metadata": {"user_id": "u"},
-            "tools": [{}], "tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}, "cache_salt": "s",
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "none"},
+            "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}, "cache_salt": "s",
             "priority": 2, "output_format": {"type": "json_schema", "schema": {"type": "object"}}, "new_field": 1"#,
         )
         .unwrap();
-        let PromptForm::Chat { messages, variables } = input.prompt else { panic!() };
+        let PromptForm::Chat { messages, tools, variables } = input.prompt else { panic!() };
         let expected = json!([{"role": "system", "content": "a\nb"}, {"role": "user", "content": "hi"}]);
-        assert_eq!((expected, 0), (Value::Array(messages), variables.len()));
+        assert_eq!((expected, 0), (Value::Array(messages), tools.len()));
+        let expected = json!({"enable_thinking": false, "thinking": false, "reasoning_effort": "low"});
+        assert_eq!(expected, Value::Object(variables));
         let sampling = Sampling { temperature: Some(0.5), top_p: Some(0.25), top_k: Some(3), ..Sampling::default() };
         assert_eq!((sampling, Some(5), vec!["x".to_owned()]), (input.sampling, input.max_tokens, input.stop));
         assert_eq!((true, "s", 2), (input.stream, input.cache_salt.as_str(), input.priority));
@@ -268,16 +329,55 @@ mod tests {
     }
 
     #[test]
+    fn tools_and_thinking_arrive() {
+        let input = parse(
+            r#", "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": true, "cache_control": {}},
+            {"type": "custom", "name": "g"}], "tool_choice": {"type": "any", "disable_parallel_tool_use": true},
+            "thinking": {"type": "enabled", "budget_tokens": 4}"#,
+        )
+        .unwrap();
+        let PromptForm::Chat { tools, variables, .. } = input.prompt else { panic!() };
+        let function = |function: Value| json!({"type": "function", "function": function});
+        let expected = [
+            function(json!({"name": "f", "description": "d", "parameters": {"type": "object"}})),
+            function(json!({"name": "g", "parameters": {"type": "object", "properties": {}}})),
+        ];
+        assert_eq!(expected, tools[..]);
+        assert_eq!(
+            (ToolChoice::Required, false, vec!["f".to_owned()]),
+            (input.tool_choice, input.parallel_tool_calls, input.strict_tools)
+        );
+        assert_eq!(json!({"enable_thinking": true, "thinking": true, "thinking_budget": 4}), Value::Object(variables));
+        let named = parse(r#", "tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "f"}"#).unwrap();
+        assert_eq!(ToolChoice::Named("f".to_owned()), named.tool_choice);
+    }
+
+    #[test]
     fn wrong_fields_are_named() {
         for (more, code, field) in [
             (r#", "temperature": 3"#, Code::InvalidArgument, "temperature"),
             (r#", "stop_sequences": [1]"#, Code::InvalidArgument, "stop_sequences[0]"),
             (r#", "system": 7"#, Code::InvalidArgument, "system"),
             (r#", "system": [{"type": "image"}]"#, Code::UnsupportedField, "system[0].type"),
-            (r#", "tools": [{}]"#, Code::UnsupportedField, "tools"),
-            (r#", "tools": [{}], "tool_choice": {"type": "auto"}"#, Code::UnsupportedField, "tools"),
-            (r#", "tool_choice": {"type": "any"}"#, Code::UnsupportedField, "tool_choice"),
-            (r#", "thinking": {"type": "enabled", "budget_tokens": 9}"#, Code::UnsupportedField, "thinking"),
+            (r#", "tools": [{}]"#, Code::InvalidArgument, "tools[0].name"),
+            (r#", "tools": [{"type": "web_search_20250305"}]"#, Code::UnsupportedField, "tools[0].type"),
+            (r#", "tools": [{"name": "f", "input_schema": 1}]"#, Code::InvalidArgument, "tools[0].input_schema"),
+            (r#", "tools": [{"name": "f"}, {"name": "f"}]"#, Code::InvalidArgument, "tools[1].name"),
+            (r#", "tool_choice": {"type": "any"}"#, Code::InvalidArgument, "tool_choice"),
+            (r#", "tool_choice": {"type": "tool"}"#, Code::InvalidArgument, "tool_choice.name"),
+            (r#", "tool_choice": {}"#, Code::InvalidArgument, "tool_choice.type"),
+            (r#", "thinking": {"type": "enabled"}"#, Code::InvalidArgument, "thinking.budget_tokens"),
+            (
+                r#", "thinking": {"type": "enabled", "budget_tokens": 9}"#,
+                Code::InvalidArgument,
+                "thinking.budget_tokens",
+            ),
+            (r#", "thinking": {"type": "much"}"#, Code::InvalidArgument, "thinking.type"),
+            (
+                r#", "tools": [{"name": "f"}], "output_format": {"type": "json_schema", "schema": {}}"#,
+                Code::UnsupportedField,
+                "output_config.format",
+            ),
             (r#", "mcp_servers": []"#, Code::UnsupportedField, "mcp_servers"),
             (r#", "kv_transfer_params": {}"#, Code::MeshOnlyField, "kv_transfer_params"),
             (r#", "output_format": {"type": "xml"}"#, Code::InvalidArgument, "output_format.type"),
@@ -286,7 +386,7 @@ mod tests {
                 Code::InvalidArgument,
                 "output_config.format.schema",
             ),
-            (r#", "output_config": {"effort": "low"}"#, Code::UnsupportedField, "output_config.effort"),
+            (r#", "output_config": {"effort": "much"}"#, Code::InvalidArgument, "output_config.effort"),
         ] {
             let error = parse(more).unwrap_err();
             assert_eq!((code, field), (error.code, error.fields[0].field.as_str()), "{more}");

@@ -1,5 +1,6 @@
 //! The chat completions and completions APIs of OpenAI.
 
+mod message;
 mod request;
 mod response;
 

@@ -5,10 +5,13 @@ use serde_json::{Map, Value};
 
 use crate::{
     fields::{
-        Fields, lists_tools, read_messages, read_model, read_priority, read_schema, read_stop, read_token_ids,
-        read_top_k, read_top_p, refuse_mesh_fields, refuse_tools, text_of_part, unsupported, wrong,
+        Fields, read_messages, read_model, read_priority, read_schema, read_stop, read_token_ids, read_top_k,
+        read_top_p, refuse_mesh_fields, unsupported, wrong,
     },
     input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured},
+    openai::message::read_message,
+    thinking::set_effort,
+    tools::{Definition, ToolUse, read_open_ai_choice, read_tools, refuse_with_calls},
 };
 
 /// Fields of the API that change nothing in the answer and may be left without effect.
@@ -25,11 +28,10 @@ const WITHOUT_EFFECT: [&str; 8] = [
 
 /// Fields of other servers that change what the answer says or how it is written, and the value that asks for nothing.
 /// They are refused when they ask for something: passing them on would change half of it or nothing.
-const NOT_HONORED: [(&str, Harmless); 15] = [
+const NOT_HONORED: [(&str, Harmless); 14] = [
     ("add_generation_prompt", Harmless::Boolean(true)),
     ("chat_template", Harmless::Null),
     ("continue_final_message", Harmless::Boolean(false)),
-    ("include_reasoning", Harmless::Boolean(true)),
     ("length_penalty", Harmless::One),
     ("mm_processor_kwargs", Harmless::Null),
     ("prompt_embeds", Harmless::Null),
@@ -73,12 +75,11 @@ const MOST_CHOICES: u32 = 128;
 /// The body is wrong, or a field cannot be honored; the error names it.
 pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let mut fields = Fields::parse(body)?;
-    let prompt = read_conversation(&mut fields)?;
-    refuse_all_tools(&mut fields)?;
+    let (prompt, tools) = read_conversation(&mut fields)?;
     if fields.boolean("echo")?.unwrap_or(false) {
         return Err(unsupported("echo", "only the completions API repeats the prompt"));
     }
-    for field in ["audio", "modalities", "prediction", "web_search_options", "reasoning_effort"] {
+    for field in ["audio", "modalities", "prediction", "web_search_options"] {
         if let Some(value) = fields.take(field)
             && !(field == "modalities" && value == serde_json::json!(["text"]))
         {
@@ -93,11 +94,20 @@ pub fn parse_chat_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let logprobs = wants.then_some(Logprobs { top: top.unwrap_or(0) });
     let newer = fields.unsigned("max_completion_tokens", 1, u32::MAX)?;
     let older = fields.unsigned("max_tokens", 1, u32::MAX)?;
-    read_common(fields, Endpoint::ChatCompletions, prompt, logprobs, newer.or(older))
+    let include_reasoning = fields.boolean("include_reasoning")?.unwrap_or(true);
+    let input = read_common(fields, Endpoint::ChatCompletions, prompt, logprobs, newer.or(older))?;
+    refuse_with_calls("response_format", input.structured.is_some(), &tools)?;
+    Ok(GenerateInput {
+        tool_choice: tools.choice,
+        parallel_tool_calls: tools.parallel,
+        strict_tools: tools.strict,
+        include_reasoning,
+        ..input
+    })
 }
 
-/// Messages and what else a template is told.
-pub(crate) fn read_conversation(fields: &mut Fields) -> Result<PromptForm, KvistError> {
+/// Messages, tools and what else a template is told.
+pub(crate) fn read_conversation(fields: &mut Fields) -> Result<(PromptForm, ToolUse), KvistError> {
     let messages = read_messages(fields)?
         .into_iter()
         .enumerate()
@@ -110,7 +120,9 @@ pub(crate) fn read_conversation(fields: &mut Fields) -> Result<PromptForm, Kvist
     if let Some(documents) = fields.take("documents") {
         variables.insert("documents".to_owned(), documents);
     }
-    Ok(PromptForm::Chat { messages, variables })
+    set_effort("reasoning_effort", fields.take("reasoning_effort"), &mut variables)?;
+    let mut tools = read_tool_use(fields)?;
+    Ok((PromptForm::Chat { messages, tools: std::mem::take(&mut tools.definitions), variables }, tools))
 }
 
 /// Reads a body of `/v1/completions`.
@@ -220,60 +232,6 @@ fn read_stream_options(options: Map<String, Value>) -> Result<bool, KvistError> 
     Ok(options.boolean("include_usage").map_err(path)?.unwrap_or(false))
 }
 
-/// A message with its content as one text. Parts are put on lines of their own, as other servers do.
-fn read_message(position: usize, message: Value) -> Result<Value, KvistError> {
-    let path = format!("messages[{position}]");
-    let Value::Object(mut message) = message else { return Err(wrong(path, "must be an object")) };
-    match message.get("role") {
-        Some(Value::String(role)) if !role.is_empty() => {}
-        Some(_) => return Err(wrong(format!("{path}.role"), "must be a string")),
-        None => return Err(wrong(format!("{path}.role"), "is missing")),
-    }
-    let content = match message.shift_remove("content") {
-        Some(Value::String(text)) => text,
-        None | Some(Value::Null) => {
-            if message.contains_key("tool_calls") {
-                String::new()
-            } else {
-                return Err(wrong(format!("{path}.content"), "is missing"));
-            }
-        }
-        Some(Value::Array(parts)) => {
-            let read = |(number, part)| text_of_part(part, &["text"], || format!("{path}.content[{number}]"));
-            parts.iter().enumerate().map(read).collect::<Result<Vec<_>, _>>()?.join("\n")
-        }
-        Some(_) => return Err(wrong(format!("{path}.content"), "must be a string or a list of parts")),
-    };
-    message.insert("content".to_owned(), content.into());
-    read_past_calls(&path, &mut message)?;
-    Ok(Value::Object(message))
-}
-
-/// Calls that the assistant made earlier: the API carries arguments as JSON text, templates want the object.
-fn read_past_calls(path: &str, message: &mut Map<String, Value>) -> Result<(), KvistError> {
-    match message.get_mut("tool_calls") {
-        None => {}
-        // Templates ask whether there are calls at all.
-        Some(Value::Null) => {
-            message.shift_remove("tool_calls");
-        }
-        Some(Value::Array(calls)) => {
-            for (number, call) in calls.iter_mut().enumerate() {
-                let Some(function) = call.get_mut("function").and_then(Value::as_object_mut) else {
-                    return Err(wrong(format!("{path}.tool_calls[{number}].function"), "must be an object"));
-                };
-                if let Some(Value::String(arguments)) = function.get("arguments")
-                    && let Ok(parsed @ Value::Object(_)) = serde_json::from_str(arguments)
-                {
-                    function.insert("arguments".to_owned(), parsed);
-                }
-            }
-        }
-        Some(_) => return Err(wrong(format!("{path}.tool_calls"), "must be an array")),
-    }
-    Ok(())
-}
-
 fn read_prompt_list(items: Vec<Value>) -> Result<PromptForm, KvistError> {
     match items.as_slice() {
         [] => Err(wrong("prompt", "must not be empty")),
@@ -299,16 +257,35 @@ fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, KvistError> {
         .collect()
 }
 
-/// The API has had two names for tools.
-fn refuse_all_tools(fields: &mut Fields) -> Result<(), KvistError> {
-    fields.take("parallel_tool_calls");
-    for (tools, choice) in [("tools", "tool_choice"), ("functions", "function_call")] {
-        let is_listed = lists_tools(fields, tools)?;
-        let chosen = fields.take(choice);
-        let word = chosen.as_ref().map(|chosen| chosen.as_str().unwrap_or("one by its name"));
-        refuse_tools(is_listed, word, tools, choice)?;
+/// Tools and what is said of calls.
+fn read_tool_use(fields: &mut Fields) -> Result<ToolUse, KvistError> {
+    for older in ["functions", "function_call"] {
+        if fields.take(older).is_some_and(|value| value != "none" && value != serde_json::json!([])) {
+            return Err(unsupported(older, "this version takes the newer `tools` and `tool_choice`"));
+        }
     }
-    Ok(())
+    let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+    let tools = read_tools(fields, "parameters", |path, mut item| {
+        match item.get("type").and_then(Value::as_str) {
+            Some("function") => {}
+            Some(kind) => return Err(unsupported(format!("{path}.type"), format!("`{kind}` is not supported"))),
+            None => return Err(wrong(format!("{path}.type"), "must be `function`")),
+        }
+        let path = format!("{path}.function");
+        let Some(Value::Object(mut function)) = item.shift_remove("function") else {
+            return Err(wrong(path, "must be an object"));
+        };
+        let mut take = |name: &str| function.shift_remove(name);
+        let definition = Definition {
+            name: take("name"),
+            description: take("description"),
+            parameters: take("parameters"),
+            strict: take("strict"),
+        };
+        Ok((path, definition))
+    })?;
+    let choice = read_open_ai_choice(fields, |choice| choice.get("function")?.get("name")?.as_str())?;
+    ToolUse { parallel, ..tools }.choose(choice, "tool_choice")
 }
 
 fn read_structured(fields: &mut Fields) -> Result<Option<Structured>, KvistError> {
@@ -378,7 +355,10 @@ mod tests {
     use kvist_errors::Code;
 
     use super::*;
-    use crate::fields::{LONGEST_STOP_BYTES, SMALLEST_TOP_P};
+    use crate::{
+        fields::{LONGEST_STOP_BYTES, SMALLEST_TOP_P},
+        tools::ToolChoice,
+    };
 
     fn chat(more: &str) -> Result<GenerateInput, KvistError> {
         let body = format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]{more}}}"#);
@@ -409,17 +389,19 @@ mod tests {
             "stop": "END", "stop_token_ids": [3], "include_stop_str_in_output": true, "ignore_eos": true,
             "response_format": {"type": "json_object"}, "logprobs": true, "top_logprobs": 3, "n": 2, "stream": true,
             "stream_options": {"include_usage": true, "include_obfuscation": false}, "cache_salt": "s", "priority": -1,
-            "chat_template_kwargs": {"enable_thinking": false}, "documents": [], "tools": [{}], "tool_choice": "none",
+            "chat_template_kwargs": {"enable_thinking": false}, "documents": [], "reasoning_effort": "low",
+            "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none", "include_reasoning": false,
             "skip_special_tokens": true, "user": "u", "new_field": 1, "absent": null"#,
         )
         .unwrap();
-        let variables = serde_json::json!({"enable_thinking": false, "documents": []});
+        let variables = serde_json::json!({"enable_thinking": false, "documents": [], "reasoning_effort": "low"});
         assert_eq!(
             GenerateInput {
                 endpoint: Endpoint::ChatCompletions,
                 model: "m".to_owned(),
                 prompt: PromptForm::Chat {
                     messages: vec![serde_json::json!({"role": "user", "content": "hi"})],
+                    tools: Vec::new(),
                     variables: variables.as_object().unwrap().clone(),
                 },
                 sampling: Sampling {
@@ -440,6 +422,10 @@ mod tests {
                 include_stop_string: true,
                 ignore_eos: true,
                 structured: Some(Structured::JsonObject),
+                tool_choice: ToolChoice::None,
+                parallel_tool_calls: true,
+                strict_tools: Vec::new(),
+                include_reasoning: false,
                 logprobs: Some(Logprobs { top: 3 }),
                 choices: 2,
                 stream: true,
@@ -467,15 +453,33 @@ mod tests {
             (r#", "kv_transfer_params": {}"#, Code::MeshOnlyField, "kv_transfer_params"),
             (r#", "ec_transfer_params": null"#, Code::MeshOnlyField, "ec_transfer_params"),
             (r#", "vllm_xargs": {"a": 1}"#, Code::MeshOnlyField, "vllm_xargs"),
-            (r#", "tools": [{}]"#, Code::UnsupportedField, "tools"),
-            (r#", "tools": [{}], "tool_choice": "auto""#, Code::UnsupportedField, "tools"),
-            (r#", "tools": [{}], "tool_choice": "required""#, Code::UnsupportedField, "tool_choice"),
+            (r#", "tools": [{}]"#, Code::InvalidArgument, "tools[0].type"),
+            (r#", "tools": [{"type": "custom"}]"#, Code::UnsupportedField, "tools[0].type"),
+            (r#", "tools": [{"type": "function"}]"#, Code::InvalidArgument, "tools[0].function"),
+            (
+                r#", "tools": [{"type": "function", "function": {"name": "a b"}}]"#,
+                Code::InvalidArgument,
+                "tools[0].function.name",
+            ),
+            (r#", "tool_choice": "required""#, Code::InvalidArgument, "tool_choice"),
+            (r#", "tool_choice": "any""#, Code::InvalidArgument, "tool_choice"),
+            (
+                r#", "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "g"}}"#,
+                Code::InvalidArgument,
+                "tool_choice",
+            ),
+            (r#", "tool_choice": {"type": "allowed_tools"}"#, Code::UnsupportedField, "tool_choice"),
+            (
+                r#", "tools": [{"type": "function", "function": {"name": "f"}}], "response_format": {"type": "json_object"}"#,
+                Code::UnsupportedField,
+                "response_format",
+            ),
             (r#", "functions": [{}]"#, Code::UnsupportedField, "functions"),
             (r#", "chat_template_kwargs": {"tools": []}"#, Code::UnsupportedField, "chat_template_kwargs.tools"),
             (r#", "chat_template": "x""#, Code::UnsupportedField, "chat_template"),
             (r#", "prompt_logprobs": 1"#, Code::UnsupportedField, "prompt_logprobs"),
             (r#", "skip_special_tokens": false"#, Code::UnsupportedField, "skip_special_tokens"),
-            (r#", "reasoning_effort": "high""#, Code::UnsupportedField, "reasoning_effort"),
+            (r#", "reasoning_effort": "much""#, Code::InvalidArgument, "reasoning_effort"),
             (r#", "stream_options": {}"#, Code::InvalidArgument, "stream_options"),
             (
                 r#", "stream": true, "stream_options": {"include_usage": 1}"#,
@@ -505,52 +509,47 @@ mod tests {
         assert_eq!("messages", parse_chat_completion(br#"{"model": "m"}"#).unwrap_err().fields[0].field);
     }
 
-    fn message(json: &str) -> Result<Value, KvistError> {
-        let body = format!(r#"{{"model": "m", "messages": [{json}]}}"#);
-        match parse_chat_completion(body.as_bytes())?.prompt {
-            PromptForm::Chat { mut messages, .. } => Ok(messages.remove(0)),
+    #[test]
+    fn tools_arrive_as_templates_show_them() {
+        let input = chat(
+            r#", "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": true}},
+            {"type": "function", "function": {"name": "g", "strict": null}}], "parallel_tool_calls": false,
+            "tool_choice": {"type": "function", "function": {"name": "g"}}"#,
+        )
+        .unwrap();
+        let PromptForm::Chat { tools, .. } = input.prompt else { panic!() };
+        let function = |function: Value| serde_json::json!({"type": "function", "function": function});
+        let expected = [
+            function(serde_json::json!({"name": "f", "description": "d", "parameters": {"type": "object"}})),
+            function(serde_json::json!({"name": "g", "parameters": {"type": "object", "properties": {}}})),
+        ];
+        assert_eq!(expected, tools[..]);
+        assert_eq!(
+            (ToolChoice::Named("g".to_owned()), false, vec!["f".to_owned()]),
+            (input.tool_choice, input.parallel_tool_calls, input.strict_tools)
+        );
+        let choice = |more: &str| {
+            chat(&format!(r#", "tools": [{{"type": "function", "function": {{"name": "f"}}}}]{more}"#))
+                .unwrap()
+                .tool_choice
+        };
+        assert_eq!(ToolChoice::Auto, choice(""));
+        assert_eq!(ToolChoice::Required, choice(r#", "tool_choice": "required""#));
+        assert_eq!(ToolChoice::None, chat(r#", "tool_choice": "auto""#).unwrap().tool_choice);
+    }
+
+    #[test]
+    fn no_effort_at_all_switches_thinking_off() {
+        let variables = |more: &str| match chat(more).unwrap().prompt {
+            PromptForm::Chat { variables, .. } => Value::Object(variables),
             other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn messages_hold_one_text() {
-        let parts = r#"{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}"#;
-        assert_eq!(serde_json::json!({"role": "user", "content": "a\nb"}), message(parts).unwrap());
-        for (json, code, field) in [
-            (r#"{"role": "user"}"#, Code::InvalidArgument, "messages[0].content"),
-            (r#"{"content": "x"}"#, Code::InvalidArgument, "messages[0].role"),
-            (r#"7"#, Code::InvalidArgument, "messages[0]"),
-            (
-                r#"{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}"#,
-                Code::UnsupportedField,
-                "messages[0].content[0].type",
-            ),
-            (
-                r#"{"role": "user", "content": [{"type": "text"}]}"#,
-                Code::InvalidArgument,
-                "messages[0].content[0].text",
-            ),
-            (
-                r#"{"role": "assistant", "content": "", "tool_calls": [{}]}"#,
-                Code::InvalidArgument,
-                "messages[0].tool_calls[0].function",
-            ),
-        ] {
-            let error = message(json).unwrap_err();
-            assert_eq!((code, field), (error.code, error.fields[0].field.as_str()), "{json}");
-        }
-    }
-
-    #[test]
-    fn arguments_of_past_calls_are_objects() {
-        let json = r#"{"role": "assistant", "content": null, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}},
-            {"id": "2", "type": "function", "function": {"name": "f", "arguments": "broken"}}]}"#;
-        let message = message(json).unwrap();
-        assert_eq!(serde_json::json!({"a": 1}), message["tool_calls"][0]["function"]["arguments"]);
-        assert_eq!("broken", message["tool_calls"][1]["function"]["arguments"]);
-        assert_eq!("", message["content"]);
+        };
+        assert_eq!(
+            serde_json::json!({"enable_thinking": false, "thinking": false, "reasoning_effort": "none"}),
+            variables(r#", "reasoning_effort": "none""#)
+        );
+        let own = r#", "reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": true}"#;
+        assert_eq!(Value::Bool(true), variables(own)["enable_thinking"]);
     }
 
     #[test]
@@ -597,7 +596,7 @@ mod tests {
                 "stream_options", "cache_salt", "priority", "chat_template_kwargs", "documents", "tools", "tool_choice",
                 "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "structured_outputs", "echo",
                 "prompt", "best_of", "suffix", "messages", "model", "user", "metadata", "modalities", "audio",
-                "prompt_logprobs", "chat_template", "kv_hints", "x",
+                "prompt_logprobs", "chat_template", "kv_hints", "reasoning_effort",
             ];
             let name = fields[field];
             for outcome in [

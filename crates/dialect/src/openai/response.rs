@@ -5,7 +5,7 @@ use kvist_errors::KvistError;
 
 use crate::{
     json::{write_display, write_list, write_number, write_string},
-    output::{Choice, ChoiceEnding, LogprobRun, TokenLogprob, UsageNumbers},
+    output::{Call, CallDelta, Choice, ChoiceEnding, LogprobRun, TokenLogprob, UsageNumbers},
 };
 
 /// Writes the answer to one request: a stream of events, or one whole answer.
@@ -80,6 +80,42 @@ impl OpenAiWriter {
         out.put_slice(self.chunk_close);
     }
 
+    /// New thoughts of a choice.
+    pub(crate) fn write_reasoning(&self, out: &mut BytesMut, index: u32, text: &str) {
+        self.open_chunk(out, index, text.len());
+        out.put_slice(b",\"delta\":{\"reasoning_content\":");
+        write_string(out, text);
+        self.close_delta(out);
+    }
+
+    /// A part of a tool call of a choice: the first has its id and its name.
+    pub(crate) fn write_call(&self, out: &mut BytesMut, index: u32, call: CallDelta<'_>) {
+        let CallDelta { call, head, arguments, .. } = call;
+        if head.is_none() && arguments.is_empty() {
+            return;
+        }
+        self.open_chunk(out, index, arguments.len());
+        out.put_slice(b",\"delta\":{\"tool_calls\":[{\"index\":");
+        write_number(out, call);
+        if let Some((id, name)) = head {
+            out.put_slice(b",\"id\":");
+            write_string(out, id);
+            out.put_slice(b",\"type\":\"function\",\"function\":{\"name\":");
+            write_string(out, name);
+            out.put_slice(b",\"arguments\":");
+        } else {
+            out.put_slice(b",\"function\":{\"arguments\":");
+        }
+        write_string(out, arguments);
+        out.put_slice(b"}}]");
+        self.close_delta(out);
+    }
+
+    fn close_delta(&self, out: &mut BytesMut) {
+        out.put_slice(b"},\"logprobs\":null,\"finish_reason\":null");
+        out.put_slice(self.chunk_close);
+    }
+
     /// The end of a stream that ended well: of each choice, then usage, when asked for, and the end mark. Never written
     /// after an error.
     pub(crate) fn write_end(&self, out: &mut BytesMut, endings: &[ChoiceEnding<'_>], usage: UsageNumbers) {
@@ -121,7 +157,20 @@ impl OpenAiWriter {
             write_number(out, choice.index);
             if self.is_chat {
                 out.put_slice(b",\"message\":{\"role\":\"assistant\",\"content\":");
-                write_string(out, &choice.text);
+                if choice.text.is_empty() && !choice.calls.is_empty() {
+                    out.put_slice(b"null");
+                } else {
+                    write_string(out, &choice.text);
+                }
+                if !choice.reasoning.is_empty() {
+                    out.put_slice(b",\"reasoning_content\":");
+                    write_string(out, &choice.reasoning);
+                }
+                if !choice.calls.is_empty() {
+                    out.put_slice(b",\"tool_calls\":[");
+                    write_list(out, &choice.calls, write_whole_call);
+                    out.put_u8(b']');
+                }
                 out.put_slice(b",\"refusal\":null},\"logprobs\":");
             } else {
                 out.put_slice(b",\"text\":");
@@ -152,6 +201,16 @@ impl OpenAiWriter {
             write_completion_logprobs(out, run);
         }
     }
+}
+
+fn write_whole_call(out: &mut BytesMut, call: &Call) {
+    out.put_slice(b"{\"id\":");
+    write_string(out, &call.id);
+    out.put_slice(b",\"type\":\"function\",\"function\":{\"name\":");
+    write_string(out, &call.name);
+    out.put_slice(b",\"arguments\":");
+    write_string(out, &call.arguments);
+    out.put_slice(b"}}");
 }
 
 fn write_chat_logprobs(out: &mut BytesMut, tokens: &[TokenLogprob]) {
@@ -229,13 +288,14 @@ fn write_completion_token(out: &mut BytesMut, bytes: &[u8]) {
 }
 
 fn write_usage(out: &mut BytesMut, usage: UsageNumbers) {
-    let UsageNumbers { prompt_tokens, completion_tokens, cached_tokens } = usage;
+    let UsageNumbers { prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens } = usage;
     let total = u64::from(prompt_tokens) + u64::from(completion_tokens);
     write_display(
         out,
         format_args!(
             "{{\"prompt_tokens\":{prompt_tokens},\"completion_tokens\":{completion_tokens},\"total_tokens\":{total},\
-             \"prompt_tokens_details\":{{\"cached_tokens\":{cached_tokens}}}}}"
+             \"prompt_tokens_details\":{{\"cached_tokens\":{cached_tokens}}},\
+             \"completion_tokens_details\":{{\"reasoning_tokens\":{reasoning_tokens}}}}}"
         ),
     );
 }
@@ -286,7 +346,7 @@ mod tests {
             writer.write_keep_alive(out);
             writer.write_start(out, 0);
             writer.write_delta(out, 12, "Hi\n\u{1}é", None);
-            let usage = UsageNumbers { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 1 };
+            let usage = UsageNumbers { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 1, reasoning_tokens: 0 };
             writer.write_end(out, &[ending(FinishWord::Stop)], usage);
         });
         let head =
@@ -301,11 +361,57 @@ mod tests {
             ),
             format!(r#"{head}{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"stop"}}],"usage":null}}"#),
             format!(
-                r#"{head}],"usage":{{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"prompt_tokens_details":{{"cached_tokens":1}}}}}}"#
+                r#"{head}],"usage":{{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"prompt_tokens_details":{{"cached_tokens":1}},"completion_tokens_details":{{"reasoning_tokens":0}}}}}}"#
             ),
             "data: [DONE]".to_owned(),
         ];
         assert_eq!(expected.map(|event| event + "\n\n").concat(), text);
+    }
+
+    #[test]
+    fn a_stream_with_thoughts_and_calls_byte_by_byte() {
+        let writer = OpenAiWriter::new(true, "r-1", 7, "m", false);
+        let text = written(|out| {
+            writer.write_reasoning(out, 0, "hm\n");
+            let head = Some(("call_1", "f"));
+            writer.write_call(out, 0, CallDelta { call: 0, head, arguments: "", is_end: false });
+            writer.write_call(out, 0, CallDelta { call: 0, head: None, arguments: "{\"a\"", is_end: false });
+            writer.write_call(out, 0, CallDelta { call: 0, head: None, arguments: "", is_end: true });
+            let head = Some(("call_2", "g"));
+            writer.write_call(out, 0, CallDelta { call: 1, head, arguments: "{}", is_end: true });
+            writer.write_end(out, &[ending(FinishWord::ToolCalls)], UsageNumbers::default());
+        });
+        let head = r#"data: {"id":"chatcmpl-r-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[{"index":0,"delta":"#;
+        let tail = r#","logprobs":null,"finish_reason":null}]}"#;
+        let expected = [
+            format!(r#"{head}{{"reasoning_content":"hm\n"}}{tail}"#),
+            format!(
+                r#"{head}{{"tool_calls":[{{"index":0,"id":"call_1","type":"function","function":{{"name":"f","arguments":""}}}}]}}{tail}"#
+            ),
+            format!(r#"{head}{{"tool_calls":[{{"index":0,"function":{{"arguments":"{{\"a\""}}}}]}}{tail}"#),
+            format!(
+                r#"{head}{{"tool_calls":[{{"index":1,"id":"call_2","type":"function","function":{{"name":"g","arguments":"{{}}"}}}}]}}{tail}"#
+            ),
+            format!(r#"{head}{{}},"logprobs":null,"finish_reason":"tool_calls"}}]}}"#),
+            "data: [DONE]".to_owned(),
+        ];
+        assert_eq!(expected.map(|event| event + "\n\n").concat(), text);
+    }
+
+    #[test]
+    fn a_whole_answer_has_thoughts_and_calls() {
+        let call = Call { id: "c".to_owned(), name: "f".to_owned(), arguments: "{\"a".to_owned(), is_complete: false };
+        let choice =
+            Choice { reasoning: "hm".to_owned(), calls: vec![call], finish: FinishWord::Length, ..Choice::default() };
+        let writer = OpenAiWriter::new(true, "r", 7, "m", false);
+        let answer: Value =
+            serde_json::from_str(&written(|out| writer.write_whole(out, &[choice], UsageNumbers::default()))).unwrap();
+        assert_eq!(
+            json!({"index": 0, "message": {"role": "assistant", "content": null, "reasoning_content": "hm",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a"}}],
+                "refusal": null}, "logprobs": null, "finish_reason": "length"}),
+            answer["choices"][0]
+        );
     }
 
     #[test]
@@ -380,24 +486,23 @@ mod tests {
                 index: 0,
                 text: "\u{1}\"\\".to_owned(),
                 finish: FinishWord::Length,
-                stop_string: String::new(),
                 logprobs: Some(Vec::new()),
+                ..Choice::default()
             },
-            Choice {
-                index: 1,
-                text: String::new(),
-                finish: FinishWord::Stop,
-                stop_string: String::new(),
-                logprobs: None,
-            },
+            Choice { index: 1, finish: FinishWord::Stop, ..Choice::default() },
         ];
-        let usage = UsageNumbers { prompt_tokens: u32::MAX, completion_tokens: u32::MAX, cached_tokens: 0 };
+        let usage = UsageNumbers {
+            prompt_tokens: u32::MAX,
+            completion_tokens: u32::MAX,
+            reasoning_tokens: 7,
+            cached_tokens: 0,
+        };
         let whole = |is_chat: bool| -> Value {
             let writer = OpenAiWriter::new(is_chat, "r", 7, "m", true);
             serde_json::from_str(&written(|out| writer.write_whole(out, &choices, usage))).unwrap()
         };
         let usage = json!({"prompt_tokens": u32::MAX, "completion_tokens": u32::MAX, "total_tokens": 8_589_934_590_u64,
-            "prompt_tokens_details": {"cached_tokens": 0}});
+            "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 7}});
         assert_eq!(
             json!({"id": "chatcmpl-r", "object": "chat.completion", "created": 7, "model": "m", "choices": [
                 {"index": 0, "message": {"role": "assistant", "content": "\u{1}\"\\", "refusal": null},

@@ -5,17 +5,19 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     fields::{
-        Fields, lists_tools, read_model, read_priority, read_schema, read_top_p, refuse_mesh_fields, refuse_tools,
-        text_of_part, unsupported, wrong,
+        Fields, read_model, read_priority, read_schema, read_top_p, refuse_mesh_fields, text_of_part, unsupported,
+        wrong,
     },
     input::{Endpoint, GenerateInput, PromptForm, Sampling, Structured},
+    thinking::set_effort,
+    tools::{Definition, ToolUse, read_open_ai_choice, read_tools, refuse_with_calls},
 };
 
 /// Fields of the API that change nothing in the answer and may be left without effect.
-const WITHOUT_EFFECT: [&str; 8] = [
+const WITHOUT_EFFECT: [&str; 7] = [
+    // It counts calls of the tools that the API's maker runs.
     "max_tool_calls",
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -27,7 +29,17 @@ const WITHOUT_EFFECT: [&str; 8] = [
 const NEEDS_A_STORE: [&str; 4] = ["background", "conversation", "previous_response_id", "prompt"];
 
 /// Fields that the answer repeats.
-const REPEATED: [&str; 5] = ["instructions", "max_output_tokens", "metadata", "temperature", "top_p"];
+const REPEATED: [&str; 9] = [
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "parallel_tool_calls",
+    "reasoning",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_p",
+];
 
 /// Reads a body of `/v1/responses`.
 ///
@@ -44,17 +56,12 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
     if fields.boolean("store")? != Some(false) {
         return Err(unsupported("store", "this server keeps no answers: it must be false"));
     }
-    let lists_tools = lists_tools(&mut fields, "tools")?;
-    let choice = fields.take("tool_choice");
-    let word = match &choice {
-        Some(Value::String(word)) => Some(word.as_str()),
-        Some(Value::Object(_)) => Some("one by its name"),
-        _ => None,
-    };
-    refuse_tools(lists_tools, word, "tools", "tool_choice")?;
-    refuse_others(&mut fields)?;
     let repeated = REPEATED.into_iter().filter_map(|name| Some((name.to_owned(), fields.map.get(name)?.clone())));
-    let repeated: Map<String, Value> = repeated.collect();
+    let repeated: Map<String, Value> = repeated.filter(|(_, value)| !value.is_null()).collect();
+    let tools = read_tool_use(&mut fields)?;
+    let mut variables = Map::new();
+    read_reasoning(&mut fields, &mut variables)?;
+    refuse_others(&mut fields)?;
     let mut messages = Vec::new();
     if let Some(instructions) = fields.text("instructions")? {
         messages.push(json!({"role": "system", "content": instructions}));
@@ -66,6 +73,7 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
         None => return Err(wrong("input", "is missing")),
     }
     let structured = read_format(&mut fields)?;
+    refuse_with_calls("text.format", structured.is_some(), &tools)?;
     let model = read_model(&mut fields)?;
     let sampling = Sampling {
         temperature: fields.number("temperature", 0.0, 2.0)?,
@@ -76,11 +84,14 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let cache_salt = fields.text("cache_salt")?.unwrap_or_default();
     let priority = read_priority(&mut fields)?;
-    let prompt = PromptForm::Chat { messages, variables: Map::new() };
+    let prompt = PromptForm::Chat { messages, tools: tools.definitions, variables };
     Ok(GenerateInput {
         sampling,
         max_tokens,
         structured,
+        tool_choice: tools.choice,
+        parallel_tool_calls: tools.parallel,
+        strict_tools: tools.strict,
         stream,
         cache_salt,
         priority,
@@ -88,6 +99,46 @@ pub fn parse_response(body: &[u8]) -> Result<GenerateInput, KvistError> {
         extras: fields.into_extras(&WITHOUT_EFFECT),
         ..GenerateInput::new(Endpoint::Responses, model, prompt)
     })
+}
+
+/// Tools and what is said of calls.
+fn read_tool_use(fields: &mut Fields) -> Result<ToolUse, KvistError> {
+    let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+    let tools = read_tools(fields, "parameters", |path, mut item| {
+        match item.get("type").and_then(Value::as_str) {
+            Some("function") => {}
+            Some(kind) => {
+                let why = format!("`{kind}` runs on the servers of the API's maker, and not here");
+                return Err(unsupported(format!("{path}.type"), why));
+            }
+            None => return Err(wrong(format!("{path}.type"), "must be `function`")),
+        }
+        let mut take = |name: &str| item.shift_remove(name);
+        let definition = Definition {
+            name: take("name"),
+            description: take("description"),
+            parameters: take("parameters"),
+            strict: take("strict"),
+        };
+        Ok((path.to_owned(), definition))
+    })?;
+    let choice = read_open_ai_choice(fields, |choice| choice.get("name")?.as_str())?;
+    ToolUse { parallel, ..tools }.choose(choice, "tool_choice")
+}
+
+/// How much to think. Thoughts come whole: there are no summaries of them.
+fn read_reasoning(fields: &mut Fields, variables: &mut Map<String, Value>) -> Result<(), KvistError> {
+    let Some(reasoning) = fields.object("reasoning")? else { return Ok(()) };
+    for (name, value) in reasoning {
+        match name.as_str() {
+            _ if value.is_null() => {}
+            "effort" => set_effort("reasoning.effort", Some(value), variables)?,
+            // It leaves the choice to the server.
+            "summary" | "generate_summary" if value == "auto" => {}
+            _ => return Err(unsupported(format!("reasoning.{name}"), "this version cannot honor it")),
+        }
+    }
+    Ok(())
 }
 
 fn refuse_others(fields: &mut Fields) -> Result<(), KvistError> {
@@ -99,12 +150,9 @@ fn refuse_others(fields: &mut Fields) -> Result<(), KvistError> {
     }
     match fields.take("include") {
         None => {}
-        Some(Value::Array(items)) if items.is_empty() => {}
+        // Thoughts are in the answer as they are, so that a client can send them back.
+        Some(Value::Array(items)) if items.iter().all(|item| item == "reasoning.encrypted_content") => {}
         Some(_) => return Err(unsupported("include", "there is nothing more to include")),
-    }
-    let reasoning = fields.object("reasoning")?.unwrap_or_default();
-    if let Some((name, _)) = reasoning.iter().find(|(_, value)| !value.is_null()) {
-        return Err(unsupported(format!("reasoning.{name}"), "this version does not tell thoughts from the answer"));
     }
     if let Some(options) = fields.object("stream_options")?
         && let Some((name, _)) = options.iter().find(|(name, _)| *name != "include_obfuscation")
@@ -116,6 +164,8 @@ fn refuse_others(fields: &mut Fields) -> Result<(), KvistError> {
 
 /// What the items of a conversation say, as chat templates want it.
 fn read_items(items: &[Value], messages: &mut Vec<Value>) -> Result<(), KvistError> {
+    // Of the turn that comes next.
+    let mut thoughts = String::new();
     for (position, item) in items.iter().enumerate() {
         let path = format!("input[{position}]");
         let Some(item) = item.as_object() else { return Err(wrong(path, "must be an object")) };
@@ -131,7 +181,12 @@ fn read_items(items: &[Value], messages: &mut Vec<Value>) -> Result<(), KvistErr
                     role @ ("user" | "assistant" | "system") => role,
                     _ => return Err(wrong(format!("{path}.role"), "must be user, assistant, system or developer")),
                 };
-                messages.push(json!({"role": role, "content": read_content(&path, item.get("content"))?}));
+                let mut message = json!({"role": role, "content": read_content(&path, item.get("content"))?});
+                let thoughts = std::mem::take(&mut thoughts);
+                if role == "assistant" && !thoughts.is_empty() {
+                    message["reasoning_content"] = thoughts.into();
+                }
+                messages.push(message);
             }
             Some("function_call") => {
                 let arguments = text("arguments")?;
@@ -141,8 +196,9 @@ fn read_items(items: &[Value], messages: &mut Vec<Value>) -> Result<(), KvistErr
                 };
                 let function = json!({"name": text("name")?, "arguments": arguments});
                 let call = json!({"id": text("call_id")?, "type": "function", "function": function});
-                push_call(messages, call);
+                push_call(messages, call, std::mem::take(&mut thoughts));
             }
+            Some("reasoning") => thoughts = read_thoughts(&path, item)?,
             Some("function_call_output") => {
                 let content = read_content(&path, item.get("output"))?;
                 messages.push(json!({"role": "tool", "tool_call_id": text("call_id")?, "content": content}));
@@ -160,9 +216,10 @@ fn read_items(items: &[Value], messages: &mut Vec<Value>) -> Result<(), KvistErr
 }
 
 /// Calls of one turn belong to one message.
-fn push_call(messages: &mut Vec<Value>, call: Value) {
+fn push_call(messages: &mut Vec<Value>, call: Value, thoughts: String) {
     if let Some(last) = messages.last_mut()
         && last["role"] == "assistant"
+        && thoughts.is_empty()
     {
         match last.get_mut("tool_calls").and_then(Value::as_array_mut) {
             Some(calls) => calls.push(call),
@@ -170,7 +227,27 @@ fn push_call(messages: &mut Vec<Value>, call: Value) {
         }
         return;
     }
-    messages.push(json!({"role": "assistant", "content": "", "tool_calls": [call]}));
+    let mut message = json!({"role": "assistant", "content": "", "tool_calls": [call]});
+    if !thoughts.is_empty() {
+        message["reasoning_content"] = thoughts.into();
+    }
+    messages.push(message);
+}
+
+/// The text of an item of thoughts; where there is only a summary, that.
+fn read_thoughts(path: &str, item: &Map<String, Value>) -> Result<String, KvistError> {
+    for (name, kind) in [("content", "reasoning_text"), ("summary", "summary_text")] {
+        match item.get(name) {
+            None | Some(Value::Null) => {}
+            Some(Value::Array(parts)) if parts.is_empty() => {}
+            Some(Value::Array(parts)) => {
+                let read = |(number, part)| text_of_part(part, &[kind], || format!("{path}.{name}[{number}]"));
+                return Ok(parts.iter().enumerate().map(read).collect::<Result<Vec<_>, _>>()?.join("\n"));
+            }
+            Some(_) => return Err(wrong(format!("{path}.{name}"), "must be a list of parts")),
+        }
+    }
+    Ok(String::new())
 }
 
 fn read_content(path: &str, content: Option<&Value>) -> Result<String, KvistError> {
@@ -228,11 +305,12 @@ mod tests {
         let input = parse(
             r#", "instructions": "be short", "temperature": 0.5, "top_p": 0.25, "max_output_tokens": 7, "stream": true,
             "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
-            "tools": [{}], "tool_choice": "none", "metadata": {"a": "b"}, "truncation": "disabled", "include": [],
-            "reasoning": {"effort": null}, "cache_salt": "s", "priority": 3, "background": false, "new_field": 1"#,
+            "tools": [{"type": "function", "name": "f"}], "tool_choice": "none", "metadata": {"a": "b"}, "truncation": "disabled",
+            "include": ["reasoning.encrypted_content"], "reasoning": {"effort": "low", "summary": "auto"}, "cache_salt": "s", "priority": 3, "background": false, "new_field": 1"#,
         )
         .unwrap();
-        let PromptForm::Chat { messages, .. } = input.prompt else { panic!() };
+        let PromptForm::Chat { messages, tools, variables } = input.prompt else { panic!() };
+        assert_eq!((0, json!({"reasoning_effort": "low"})), (tools.len(), Value::Object(variables)));
         let expected = json!([{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]);
         assert_eq!(expected, Value::Array(messages));
         assert_eq!(
@@ -243,7 +321,8 @@ mod tests {
         assert_eq!((true, "s", 3), (input.stream, input.cache_salt.as_str(), input.priority));
         assert_eq!(json!({"new_field": 1}), Value::Object(input.extras));
         let repeated = json!({"instructions": "be short", "max_output_tokens": 7, "metadata": {"a": "b"},
-            "temperature": 0.5, "top_p": 0.25});
+            "reasoning": {"effort": "low", "summary": "auto"}, "temperature": 0.5, "tool_choice": "none",
+            "tools": [{"type": "function", "name": "f"}], "top_p": 0.25});
         assert_eq!(repeated, Value::Object(input.repeated));
     }
 
@@ -252,6 +331,7 @@ mod tests {
         let found = messages(
             r#"[{"role": "developer", "content": "d"}, {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"},
                 {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{\"x\": 1}"},
             {"type": "function_call", "call_id": "2", "name": "g", "arguments": "broken"},
             {"type": "function_call_output", "call_id": "1", "output": "r"}]"#,
@@ -261,7 +341,7 @@ mod tests {
             {"id": "2", "type": "function", "function": {"name": "g", "arguments": "broken"}},
         ]);
         let expected = json!([{"role": "system", "content": "d"}, {"role": "user", "content": "a\nb"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "1", "content": "r"}]);
         assert_eq!(expected, found.unwrap());
     }
@@ -273,10 +353,19 @@ mod tests {
             (r#", "previous_response_id": "x""#, Code::UnsupportedField, "previous_response_id"),
             (r#", "background": true"#, Code::UnsupportedField, "background"),
             (r#", "conversation": "x""#, Code::UnsupportedField, "conversation"),
-            (r#", "tools": [{}]"#, Code::UnsupportedField, "tools"),
-            (r#", "tool_choice": "required""#, Code::UnsupportedField, "tool_choice"),
-            (r#", "tool_choice": {"type": "function"}"#, Code::UnsupportedField, "tool_choice"),
-            (r#", "reasoning": {"effort": "low"}"#, Code::UnsupportedField, "reasoning.effort"),
+            (r#", "tools": [{}]"#, Code::InvalidArgument, "tools[0].type"),
+            (r#", "tools": [{"type": "web_search"}]"#, Code::UnsupportedField, "tools[0].type"),
+            (r#", "tools": [{"type": "function"}]"#, Code::InvalidArgument, "tools[0].name"),
+            (r#", "tool_choice": "required""#, Code::InvalidArgument, "tool_choice"),
+            (r#", "tool_choice": {"type": "function"}"#, Code::InvalidArgument, "tool_choice"),
+            (r#", "tool_choice": {"type": "mcp"}"#, Code::UnsupportedField, "tool_choice"),
+            (r#", "reasoning": {"effort": "much"}"#, Code::InvalidArgument, "reasoning.effort"),
+            (r#", "reasoning": {"summary": "detailed"}"#, Code::UnsupportedField, "reasoning.summary"),
+            (
+                r#", "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "json_object"}}"#,
+                Code::UnsupportedField,
+                "text.format",
+            ),
             (r#", "truncation": "auto""#, Code::UnsupportedField, "truncation"),
             (r#", "include": ["x"]"#, Code::UnsupportedField, "include"),
             (r#", "top_logprobs": 2"#, Code::UnsupportedField, "top_logprobs"),

@@ -17,8 +17,8 @@ use kvist_proto::{
 };
 use kvist_router::RouterSettings;
 use kvist_worker::{
-    Engine, EngineDescription, EngineHost, RequestSink, SimWorkerEngine, SimWorkerSettings, WorkerServer,
-    WorkerSettings, sim_tokenizer,
+    Engine, EngineDescription, EngineHost, RequestSink, SimWorkerEngine, SimWorkerSettings, TokenizerFile,
+    WorkerServer, WorkerSettings, sim_tokenizer,
 };
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -33,6 +33,10 @@ pub const TIME_LIMIT: Duration = Duration::from_secs(20);
 pub enum Script {
     /// This text, one token a byte, and an end.
     Answer(&'static str),
+    /// The same, and an end because the budget is used up.
+    Cut(&'static str),
+    /// This text as the first of two choices, and an end of the second without a reason.
+    HalfFail(&'static str),
     /// This text, and then nothing until somebody asks for an end.
     Hold(&'static str),
     /// A failure, said to be before anything was started or not.
@@ -53,6 +57,8 @@ pub struct ScriptedEngine {
     script: Mutex<Script>,
     running: Mutex<HashMap<String, (RequestSink, u32)>>,
     seen: mpsc::UnboundedSender<Seen>,
+    /// Of a model that knows tools; with it the engine keeps to schemas.
+    template: Option<&'static str>,
     pub requests: Mutex<Vec<EngineRequest>>,
 }
 
@@ -95,8 +101,11 @@ impl Engine for ScriptedEngine {
             block_size_tokens: 16,
             ranks: 1,
             claims_hold_for_all: false,
-            capabilities: Capabilities::default(),
-            tokenizer: Some(sim_tokenizer()),
+            capabilities: Capabilities { json_schema: self.template.is_some(), ..Capabilities::default() },
+            tokenizer: Some(match self.template {
+                Some(template) => TokenizerFile { chat_template: template.to_owned(), ..sim_tokenizer() },
+                None => sim_tokenizer(),
+            }),
         })
     }
 
@@ -115,6 +124,15 @@ impl Engine for ScriptedEngine {
             Script::Answer(text) => {
                 say(&sink, text);
                 sink.finished(finished(FinishReason::Stop, prompt, text.len()));
+            }
+            Script::Cut(text) => {
+                say(&sink, text);
+                sink.finished(finished(FinishReason::Length, prompt, text.len()));
+            }
+            Script::HalfFail(text) => {
+                say(&sink, text);
+                let choice_reasons = vec![FinishReason::Unspecified.into()];
+                sink.finished(Finished { choice_reasons, ..finished(FinishReason::Stop, prompt, text.len()) });
             }
             Script::Hold(text) => {
                 say(&sink, text);
@@ -162,11 +180,21 @@ pub struct TestWorker {
 
 impl TestWorker {
     pub async fn start(number: usize, script: Script) -> Self {
+        Self::start_scripted(number, script, None).await
+    }
+
+    /// A worker whose model has this chat template.
+    pub async fn start_with_template(script: Script, template: &'static str) -> Self {
+        Self::start_scripted(0, script, Some(template)).await
+    }
+
+    async fn start_scripted(number: usize, script: Script, template: Option<&'static str>) -> Self {
         let (seen, receiver) = mpsc::unbounded_channel();
         let engine = Arc::new(ScriptedEngine {
             script: Mutex::new(script),
             running: Mutex::default(),
             seen,
+            template,
             requests: Mutex::default(),
         });
         Self::start_with(number, Arc::clone(&engine) as Arc<dyn Engine>, engine, receiver).await
@@ -179,6 +207,7 @@ impl TestWorker {
             script: Mutex::new(Script::Hold("")),
             running: Mutex::default(),
             seen,
+            template: None,
             requests: Mutex::default(),
         });
         Self::start_with(number, Arc::new(SimWorkerEngine::new(sim)), unused, receiver).await
@@ -266,6 +295,11 @@ pub async fn until(what: &str, holds: impl Fn() -> bool) {
 }
 
 pub fn cluster_state(revision: u64, workers: &[&TestWorker]) -> Vec<u8> {
+    cluster_state_with(revision, workers, Model::default())
+}
+
+/// A state whose model has further fields.
+pub fn cluster_state_with(revision: u64, workers: &[&TestWorker], model: Model) -> Vec<u8> {
     ClusterState {
         version: Some(ClusterVersion { store_epoch: 1, revision }),
         cluster: "test".to_owned(),
@@ -275,7 +309,7 @@ pub fn cluster_state(revision: u64, workers: &[&TestWorker]) -> Vec<u8> {
             uid: "model-uid".to_owned(),
             aliases: vec!["alias".to_owned()],
             pools: vec![Pool::default()],
-            ..Model::default()
+            ..model
         }],
         workers: workers.iter().map(|worker| worker.entry()).collect(),
         ..ClusterState::default()

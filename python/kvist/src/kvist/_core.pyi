@@ -303,6 +303,12 @@ def check_routing(routing: str) -> None:
 def digest_hex(data: bytes) -> str:
     """BLAKE3 of a file's bytes, lower-case hex."""
 
+def reasoning_parsers() -> list[str]:
+    """Names of the parsers of thoughts that a model's resource may give."""
+
+def tool_parsers() -> list[str]:
+    """Names of the parsers of tool calls that a model's resource may give."""
+
 def error_catalogue() -> str:
     """The error catalogue as JSON text."""
 

@@ -88,6 +88,8 @@ def _model(service: ServiceRecord, contracts: Mapping[tuple[str, str], PoolContr
             )
         ],
         deleting=service.deleted_at_unix_nanos is not None,
+        tool_parser=spec.tool_parser or "",
+        reasoning_parser=spec.reasoning_parser or "",
     )
     if spec.routing is not None:
         json_format.ParseDict(spec.routing, model.routing)

@@ -42,6 +42,13 @@ DurationSeconds = Annotated[float, BeforeValidator(_seconds_from_text), Field(ge
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$")]
 
 
+# Families of `crates/text/src/parse/family.rs`.
+ToolParser = Literal[
+    "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss", "kimi_k2", "granite"
+]
+ReasoningParser = Literal["none", "qwen3", "deepseek_r1", "mistral", "gpt_oss", "kimi", "seed_oss"]
+
+
 class _Section(BaseModel):
     """Base of all parts of a specification: camel case outside, unknown fields refused."""
 
@@ -71,6 +78,10 @@ class ModelServiceSpec(_Section):
     # Routers read both; the core says here already what they would refuse.
     routing: dict[str, Any] | None = None
     admission: str | dict[str, Any] | None = None
+    tool_parser: ToolParser | None = None
+    """How the model writes tool calls; by its chat template when absent."""
+    reasoning_parser: ReasoningParser | None = None
+    """How the model marks its thoughts; by its chat template when absent."""
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:

@@ -960,12 +960,18 @@ class Model(_message.Message):
     DELETING_FIELD_NUMBER: _builtins.int
     ROUTING_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
+    TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients say."""
     uid: _builtins.str
     """UID of its resource."""
     deleting: _builtins.bool
     """The resource is being deleted: take nothing new."""
+    tool_parser: _builtins.str
+    """How the model writes tool calls; empty for what its chat template says, `none` for none."""
+    reasoning_parser: _builtins.str
+    """How the model marks its thoughts; empty for what its chat template says, `none` for none."""
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Further names."""
@@ -1002,10 +1008,12 @@ class Model(_message.Message):
         deleting: _builtins.bool = ...,
         routing: _struct_pb2.Struct | None = ...,
         admission: _struct_pb2.Value | None = ...,
+        tool_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "created_at", b"created_at", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "aliases", b"aliases", "created_at", b"created_at", "deleting", b"deleting", "name", b"name", "pools", b"pools", "routing", b"routing", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "aliases", b"aliases", "created_at", b"created_at", "deleting", b"deleting", "name", b"name", "pools", b"pools", "reasoning_parser", b"reasoning_parser", "routing", b"routing", "tool_parser", b"tool_parser", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """None."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model decides."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
+    """At least one is called."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Whether tools are called."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""None."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model decides."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
+"""At least one is called."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
 class _Transport:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -135,6 +159,7 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """`system`, `user`, `assistant`, `tool`, or what the template knows."""
     content: _builtins.str
@@ -143,6 +168,8 @@ class ChatMessage(_message.Message):
     """Name of the speaker; empty for none."""
     tool_call_id: _builtins.str
     """Which call a `tool` message answers."""
+    reasoning_content: _builtins.str
+    """What the assistant thought; empty for none."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]:
         """Calls that the assistant made, each as the JSON object of the OpenAI API."""
@@ -155,10 +182,11 @@ class ChatMessage(_message.Message):
         name: _builtins.str = ...,
         tool_calls: _abc.Iterable[_struct_pb2.Struct] | None = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -185,6 +213,7 @@ class GenerateRequest(_message.Message):
     ENGINE_EXTRAS_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CLASS_FIELD_NUMBER: _builtins.int
+    ANSWER_FORM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     include_stop_string: _builtins.bool
@@ -225,6 +254,10 @@ class GenerateRequest(_message.Message):
     def engine_extras(self) -> _struct_pb2.Struct:
         """Fields that Kvist does not know and the engine may."""
 
+    @_builtins.property
+    def answer_form(self) -> Global___AnswerForm:
+        """How the answer is taken apart; absent for the text as it was generated."""
+
     def __init__(
         self,
         *,
@@ -242,14 +275,81 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         engine_extras: _struct_pb2.Struct | None = ...,
         return_token_ids: _builtins.bool = ...,
+        answer_form: Global___AnswerForm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_extras", b"engine_extras", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "engine_extras", b"engine_extras", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "class", b"class", "engine_extras", b"engine_extras", "include_stop_string", b"include_stop_string", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_strings", b"stop_strings", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "answer_form", b"answer_form", "cache_salt", b"cache_salt", "class", b"class", "engine_extras", b"engine_extras", "include_stop_string", b"include_stop_string", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_strings", b"stop_strings", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class AnswerForm(_message.Message):
+    """How an answer is taken apart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEPARATE_REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    STRICT_TOOLS_FIELD_NUMBER: _builtins.int
+    separate_reasoning: _builtins.bool
+    """Thoughts come as `ReasoningDelta` and not as text, where the model's parser is known."""
+    single_call: _builtins.bool
+    """At most one call in an answer."""
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Which of the prompt's tools may be called; absent for none. Calls come as `CallDelta`."""
+
+    @_builtins.property
+    def strict_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tools whose arguments have to keep to their schema."""
+
+    def __init__(
+        self,
+        *,
+        separate_reasoning: _builtins.bool = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        single_call: _builtins.bool = ...,
+        strict_tools: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tool_choice", b"tool_choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["separate_reasoning", b"separate_reasoning", "single_call", b"single_call", "strict_tools", b"strict_tools", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerForm: _TypeAlias = AnswerForm  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Which tools may be called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    """By kind."""
+    name: _builtins.str
+    """This tool, once."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_choice: _TypeAlias = _typing.Literal["mode", "name"]  # noqa: Y015
+    _WhichOneofArgType_choice: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_choice) -> _WhichOneofReturnType_choice | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -260,6 +360,8 @@ class GenerateResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The router's id of the request; on the first message."""
     @_builtins.property
@@ -270,22 +372,100 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___GenerateFinished:
         """The end, with the engine's own reason."""
 
+    @_builtins.property
+    def reasoning(self) -> Global___ReasoningDelta:
+        """New thoughts; only when asked for."""
+
+    @_builtins.property
+    def call(self) -> Global___CallDelta:
+        """A part of a tool call; only when tools may be called."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         delta: Global___TextDelta | None = ...,
         finished: Global___GenerateFinished | None = ...,
+        reasoning: Global___ReasoningDelta | None = ...,
+        call: Global___CallDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "delta", b"delta", "event", b"event", "finished", b"finished", "reasoning", b"reasoning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "delta", b"delta", "event", b"event", "finished", b"finished", "reasoning", b"reasoning", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished", "reasoning", "call"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class ReasoningDelta(_message.Message):
+    """New thoughts of one choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which choice, from 0."""
+    text: _builtins.str
+    """Whole characters."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReasoningDelta: _TypeAlias = ReasoningDelta  # noqa: Y015
+
+@_typing.final
+class CallDelta(_message.Message):
+    """A part of a tool call of one choice. Calls follow each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    IS_END_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which choice, from 0."""
+    call: _builtins.int
+    """Which call of the choice, from 0."""
+    id: _builtins.str
+    """Its id, with the first part; empty for further ones."""
+    name: _builtins.str
+    """Name of the tool, with the first part; empty for further ones."""
+    arguments: _builtins.str
+    """More of its arguments, which are JSON text once they are complete."""
+    is_end: _builtins.bool
+    """Whether the arguments are complete; missing where the budget cut them."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        call: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+        is_end: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "call", b"call", "id", b"id", "index", b"index", "is_end", b"is_end", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallDelta: _TypeAlias = CallDelta  # noqa: Y015
 
 @_typing.final
 class TextDelta(_message.Message):
@@ -371,6 +551,7 @@ class ChoiceFinish(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    COMPLETE_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which choice."""
     reason: _engine_pb2.FinishReason.ValueType
@@ -379,6 +560,8 @@ class ChoiceFinish(_message.Message):
     """The stop string that was found; empty for none."""
     stop_token_id: _builtins.int
     """The token that ended it; absent for none."""
+    complete_calls: _builtins.int
+    """Tool calls that are complete."""
     def __init__(
         self,
         *,
@@ -386,10 +569,11 @@ class ChoiceFinish(_message.Message):
         reason: _engine_pb2.FinishReason.ValueType = ...,
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int | None = ...,
+        complete_calls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "index", b"index", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "complete_calls", b"complete_calls", "index", b"index", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -406,22 +590,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt, cached ones included."""
     completion_tokens: _builtins.int
     """Tokens generated."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was in the cache."""
+    reasoning_tokens: _builtins.int
+    """Generated tokens that were thoughts; 0 where they are not told apart."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
