@@ -84,6 +84,10 @@ VARIABLES: list[dict[str, Any]] = [
 ]
 
 
+# Families whose template writes calls only of messages without content, with arguments as text: the core sees to it.
+TEXT_OF_CALLS = {"deepseek_v3"}
+
+
 class TemplateRefusedError(Exception):
     """`raise_exception` was called."""
 
@@ -135,11 +139,12 @@ def test_a_template_renders_as_jinja_renders_it(family: str, tmp_path: Path) -> 
         )
         oracle = hugging_face(template)
         for title, messages in CONVERSATIONS.items():
+            wanted = [with_text_of_calls(message) for message in messages] if family in TEXT_OF_CALLS else messages
             for tools in ([], [WEATHER], [WEATHER, WEATHER]):
                 for variables in VARIABLES:
                     for opens in (True, False):
                         place = f"{family}/{name}: {title}, {len(tools)} tools, {variables}, {opens}"
-                        expected = expected_of(oracle, messages, tools, variables, opens)
+                        expected = expected_of(oracle, wanted, tools, variables, opens)
                         if isinstance(expected, TemplateRefusedError):
                             with pytest.raises(_core.CoreError) as caught:
                                 render(text, messages, tools, variables, opens)
@@ -154,7 +159,7 @@ def test_a_template_renders_as_jinja_renders_it(family: str, tmp_path: Path) -> 
                         rendered = render(text, messages, tools, variables, opens)
                         if rendered != expected:
                             # Some write the date, which may have changed in between.
-                            expected = expected_of(oracle, messages, tools, variables, opens)
+                            expected = expected_of(oracle, wanted, tools, variables, opens)
                         assert rendered == expected, place
                         compared += 1
     assert compared > 50, f"{compared} compared, {refused} refused"
@@ -167,6 +172,22 @@ def render(text: _core.ModelText, messages: list[Any], tools: list[Any], variabl
         variables_json=json.dumps(variables),
         add_generation_prompt=opens,
     )
+
+
+def with_text_of_calls(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
 def expected_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,19 @@ def test_the_packaged_model_has_its_facts(converted: gguf_tokenizer.ConvertedTok
     assert (converted.bos_token, converted.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert (converted.add_bos, converted.has_recurrent_state) == (False, False)
     assert (converted.eos_token_ids, converted.training_context_tokens) == ((0, 2), 8192)
+
+
+def test_hostile_text_is_encoded_in_time_in_proportion_to_its_length(text: _core.ModelText) -> None:
+    letters = random.Random(5)
+    hostile = {
+        "one letter": "a" * 100_000,
+        "letters without a space": "".join(letters.choices("abcdefghijklmnop", k=100_000)),
+        "spaces": " " * 100_000,
+        "digits": "1" * 100_000,
+    }
+    for title, sample in hostile.items():
+        begun = time.perf_counter()
+        tokens = text.encode(sample)
+        # Tenths of a second; with merges looked for anew after each merge it would be an hour.
+        assert time.perf_counter() - begun < 20, title
+        assert text.decode(tokens) == sample

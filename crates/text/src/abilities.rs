@@ -19,6 +19,8 @@ pub(crate) struct Abilities {
     pub(crate) shows_tools: bool,
     /// Arguments of past calls have to be JSON text, not an object.
     pub(crate) wants_arguments_as_text: bool,
+    /// A message that is nothing but calls has to have no content at all, not an empty one.
+    pub(crate) wants_calls_without_content: bool,
     /// Thoughts of past turns go by the name `thinking`.
     pub(crate) calls_thoughts_thinking: bool,
     /// How the model writes calls.
@@ -50,21 +52,30 @@ impl Abilities {
             // A template that refuses both wants another conversation than this one; its own word counts then.
             Err(_) => render(one, false).is_err(),
         };
-        let past = |arguments: Value| {
+        let writes_calls = |content: Value, arguments: Value| {
             let call = json!({"id": "abcdefghi", "type": "function",
                 "function": {"name": PROBE, "arguments": arguments}});
             let messages = [
                 user.clone(),
-                json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+                json!({"role": "assistant", "content": content, "tool_calls": [call]}),
                 json!({"role": "tool", "tool_call_id": "abcdefghi", "name": PROBE, "content": "1"}),
             ];
             let shows_json = |text: &String| text.contains(r#"{"kvist": 1}"#) || text.contains(r#"{"kvist":1}"#);
             render(&messages, true).is_ok_and(|text| shows_json(&text))
         };
-        let wants_arguments_as_text = !past(json!({"kvist": 1})) && past(Value::String(r#"{"kvist": 1}"#.to_owned()));
+        let arguments = |as_text: bool| {
+            if as_text { Value::String(r#"{"kvist": 1}"#.to_owned()) } else { json!({"kvist": 1}) }
+        };
+        let content = |without: bool| if without { Value::Null } else { Value::String(String::new()) };
+        let forms = [(false, false), (false, true), (true, false), (true, true)];
+        let (wants_calls_without_content, wants_arguments_as_text) = forms
+            .into_iter()
+            .find(|(without, as_text)| writes_calls(content(*without), arguments(*as_text)))
+            .unwrap_or_default();
         Self {
             shows_tools,
             wants_arguments_as_text,
+            wants_calls_without_content,
             calls_thoughts_thinking: source.contains("message.thinking") || source.contains("message['thinking']"),
             tools: ToolFamily::of_template(source),
             reasoning: ReasoningFamily::of_template(source),
@@ -84,6 +95,12 @@ impl Abilities {
                     *arguments = JsonLayout::default().write(arguments).into();
                 }
             }
+        }
+        if self.wants_calls_without_content
+            && message.contains_key("tool_calls")
+            && message.get("content").and_then(Value::as_str) == Some("")
+        {
+            message.insert("content".to_owned(), Value::Null);
         }
         let has_text = message.get("content").and_then(Value::as_str).is_some_and(|text| !text.is_empty());
         let has_calls = message.contains_key("tool_calls");
@@ -152,6 +169,21 @@ mod tests {
         assert_eq!(json!({"a": [1]}), message["tool_calls"][0]["function"]["arguments"]);
         text.adapt(&mut message);
         assert_eq!(json!(r#"{"a": [1]}"#), message["tool_calls"][0]["function"]["arguments"]);
+    }
+
+    #[test]
+    fn a_message_of_calls_alone_has_no_content_where_the_template_asks_for_that() {
+        let deepseek = abilities(
+            "{% for message in messages %}{% if message['content'] is none %}{% for call in message['tool_calls'] %}\
+             {{ 'json' + call['function']['arguments'] }}{% endfor %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}",
+        );
+        assert!(deepseek.wants_calls_without_content && deepseek.wants_arguments_as_text);
+        let mut message = json!({"content": "", "tool_calls": [{"function": {"arguments": {}}}]});
+        deepseek.adapt(&mut message);
+        assert_eq!(json!({"content": null, "tool_calls": [{"function": {"arguments": "{}"}}]}), message);
+        let mut text = json!({"content": "x", "tool_calls": []});
+        deepseek.adapt(&mut text);
+        assert_eq!("x", text["content"]);
     }
 
     #[test]

@@ -88,3 +88,55 @@ impl Detokenizer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{StopStrings, sample};
+
+    #[test]
+    fn special_tokens_that_a_parser_looks_for_are_text_and_others_are_not() {
+        let model = sample::model();
+        let ids = model.encode_prompt("<|im_start|>a<|im_end|>").unwrap();
+        let mut shown = String::new();
+        let mut detokenizer = model.detokenizer_with(&["<|im_end|>", "<|unheard_of|>"]);
+        ids.iter().for_each(|id| detokenizer.push(*id, &mut shown));
+        assert_eq!("a<|im_end|>", shown);
+    }
+
+    #[test]
+    fn a_stop_string_is_found_across_tokens_and_within_characters_of_several_tokens() {
+        for model in [sample::model(), sample::fallback_model()] {
+            let ids = model.encode("x 😀é!", false).unwrap();
+            assert!(ids.len() > 5, "the characters are spread over tokens");
+            let mut stops = StopStrings::new(vec!["😀é".to_owned()], false);
+            let mut detokenizer = model.detokenizer(true);
+            let mut shown = String::new();
+            let found = ids.iter().any(|id| {
+                let mut text = String::new();
+                detokenizer.push(*id, &mut text);
+                let outcome = stops.feed(&text);
+                shown.push_str(&outcome.text);
+                outcome.matched.is_some()
+            });
+            assert_eq!((true, "x "), (found, shown.trim_start_matches(' ')));
+        }
+    }
+
+    #[test]
+    fn a_hundred_thousand_tokens_take_time_in_proportion() {
+        let begun = std::time::Instant::now();
+        for model in [sample::model(), sample::fallback_model()] {
+            let letters = "a".repeat(100_000);
+            let ids = model.encode(&letters, false).unwrap();
+            assert_eq!(letters, model.decode(&ids, false));
+            let mut stops = StopStrings::new(vec!["aab".repeat(300)], false);
+            let mut detokenizer = model.detokenizer(true);
+            let mut text = String::new();
+            for id in &ids {
+                detokenizer.push(*id, &mut text);
+                stops.feed(&std::mem::take(&mut text));
+            }
+        }
+        assert!(begun.elapsed().as_secs() < 60, "{:?}", begun.elapsed());
+    }
+}

@@ -230,9 +230,9 @@ impl ReasoningFamily {
         } else if of_form(Self::SeedOss) {
             Some(Self::SeedOss)
         } else if of_form(Self::Qwen3) {
-            // A template that opens no thoughts and only cuts those of the past is of a model that always has some.
-            let is_r1 = has("<｜Assistant｜>") && !has("thinking") && !has("enable_thinking");
-            Some(if is_r1 { Self::DeepSeekR1 } else { Self::Qwen3 })
+            // A template that cuts thoughts of the past says nothing of whether there always are some: that of DeepSeek R1
+            // opens them in the prompt, which is seen there.
+            Some(Self::Qwen3)
         } else {
             None
         }
