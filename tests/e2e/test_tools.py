@@ -16,6 +16,9 @@ import pytest
 
 from support.embedded import EmbeddedCluster
 
+# Twenty requests at once on two slots of a small machine, and the start of the cluster.
+pytestmark = pytest.mark.timeout(400)
+
 MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "How is the weather in Paris tomorrow?"}]
 WEATHER_SCHEMA = {
