@@ -365,3 +365,42 @@ async fn a_session_stays_on_its_target_by_whatever_door_it_comes() {
     assert!(homes[0] > 0 && homes[1] > 0, "{homes:?}");
     router.stop().await;
 }
+
+// F-08: what is scraped before and after adds up to the requests between.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decisions_and_their_errors_are_counted_once_each() {
+    let workers = [TestWorker::start(0, Script::Answer("ok")).await, TestWorker::start(1, Script::Answer("ok")).await];
+    let router = router(settings(), &[&workers[0], &workers[1]]).await;
+    let client = client(&router).await;
+    for _ in 0..6 {
+        limited(ask(&client, request("x", ""))).await.unwrap().unwrap();
+    }
+    // No engine of the test has log-probabilities, so the filters leave nobody.
+    let refused = post("/v1/chat/completions", &chat(json!({"logprobs": true})));
+    assert_eq!(400, read(send(router.addresses().http_address, refused).await).await.status);
+    nothing_is_left(&router).await;
+    let metrics = read(send(router.addresses().admin_address, get("/metrics")).await).await.body;
+    let number = |series: &str| -> f64 {
+        let line = metrics.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {series} in {metrics}")).parse().unwrap()
+    };
+    for (series, expected) in [
+        (r#"kvist_router_selections_total{outcome="selected"}"#, 6.0),
+        (r#"kvist_router_selections_total{outcome="no_matching_target"}"#, 1.0),
+        (r#"kvist_router_selections_total{outcome="saturated"}"#, 0.0),
+        (r#"kvist_router_candidates_total{stage="available"}"#, 14.0),
+        (r#"kvist_router_candidates_total{stage="filtered"}"#, 2.0),
+        (r#"kvist_router_candidates_total{stage="selectable"}"#, 12.0),
+        // The engines of the test say that one token was cached, of which nobody knew.
+        (r#"kvist_router_hit_tokens_total{kind="chosen"}"#, 0.0),
+        (r#"kvist_router_hit_tokens_total{kind="delivered"}"#, 6.0),
+        (r#"kvist_router_cached_error_tokens_count{direction="more"}"#, 6.0),
+        (r#"kvist_router_cached_error_tokens_sum{direction="more"}"#, 6.0),
+    ] {
+        assert_eq!(expected, number(series), "{series}");
+    }
+    let errors = ["later", "earlier"]
+        .map(|direction| number(&format!("kvist_router_first_token_error_seconds_count{{direction=\"{direction}\"}}")));
+    assert_eq!(6.0, errors.iter().sum::<f64>());
+    router.stop().await;
+}

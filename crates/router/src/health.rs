@@ -1,7 +1,11 @@
 //! What requests tell of the health of their targets.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
+use kvist_blocks::Incarnation;
 use kvist_errors::{Code, KvistError};
 use kvist_schedule::{BreakerBook, BreakerState, Report, TargetId};
 use parking_lot::{Mutex, MutexGuard};
@@ -17,18 +21,29 @@ const TIMES_EXPECTED: u32 = 4;
 #[derive(Debug)]
 pub(crate) struct Health {
     book: Mutex<BreakerBook>,
+    incarnations: Mutex<HashMap<TargetId, Incarnation>>,
     started: Instant,
     openings: Counter,
 }
 
 impl Health {
     pub(crate) fn new(openings: Counter) -> Self {
-        Self { book: Mutex::default(), started: Instant::now(), openings }
+        Self { book: Mutex::default(), incarnations: Mutex::default(), started: Instant::now(), openings }
     }
 
-    /// States who the targets are. Those that stay keep their breakers.
-    pub(crate) fn follow(&self, targets: &[TargetId]) {
-        self.book.lock().set_fleet(self.now(), targets.iter().map(|target| (target, false)));
+    /// States who the targets are. Those that stay keep their breakers; an engine that was started anew begins with a
+    /// closed one.
+    pub(crate) fn follow(&self, targets: HashMap<TargetId, Incarnation>) {
+        let now = self.now();
+        let mut known = self.incarnations.lock();
+        let mut book = self.book.lock();
+        for (target, incarnation) in &targets {
+            if known.get(target).is_some_and(|before| before != incarnation) {
+                book.report(now, target, Report::Success);
+            }
+        }
+        book.set_fleet(now, targets.keys().map(|target| (target, false)));
+        *known = targets;
     }
 
     /// Takes what came of a request.
@@ -113,6 +128,23 @@ mod tests {
         for code in [Code::InvalidArgument, Code::UnsupportedField, Code::Cancelled, Code::Draining, Code::SlowClient] {
             assert_eq!(Report::ClientError, report(code));
         }
+    }
+
+    #[test]
+    fn a_breaker_stays_with_its_target_until_the_engine_is_started_anew() {
+        let health = Health::new(Counter::default());
+        let target = |name: &str| TargetId { worker: name.into(), rank: kvist_blocks::Rank(0) };
+        let fleet =
+            |incarnation| HashMap::from([(target("a"), Incarnation(incarnation)), (target("b"), Incarnation(1))]);
+        health.follow(fleet(1));
+        for _ in 0..9 {
+            health.report(&target("a"), Report::ServerError);
+        }
+        assert_eq!((BreakerState::Open, 1), (health.state(&target("a")), health.openings.get()));
+        health.follow(fleet(1));
+        assert_eq!(BreakerState::Open, health.state(&target("a")));
+        health.follow(fleet(2));
+        assert_eq!(BreakerState::Closed, health.state(&target("a")));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::{
 
 use arc_swap::ArcSwap;
 use kvist_proto::controller::v1::Model;
-use kvist_schedule::{Pipeline, TargetId};
+use kvist_schedule::Pipeline;
 
 use crate::{
     door::Door,
@@ -77,9 +77,10 @@ impl ModelStates {
                 })
             }
         };
-        let targets: Vec<TargetId> =
-            workers.iter().flat_map(|node| (0..node.ranks()).map(|rank| node.target_id(rank))).collect();
-        state.health.follow(&targets);
+        let of_node = |node: &Arc<WorkerNode>| -> Vec<_> {
+            (0..node.ranks()).map(|rank| (node.target_id(rank), node.incarnation)).collect()
+        };
+        state.health.follow(workers.iter().flat_map(of_node).collect());
         state.door.follow(&state.policy.load(), workers.to_vec());
         state
     }

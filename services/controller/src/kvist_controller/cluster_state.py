@@ -93,8 +93,10 @@ def _model(service: ServiceRecord, contracts: Mapping[tuple[str, str], PoolContr
     )
     if spec.routing is not None:
         json_format.ParseDict(spec.routing, model.routing)
-    if spec.admission is not None:
-        json_format.ParseDict(spec.admission, model.admission)
+    if isinstance(spec.admission, str):
+        model.admission.string_value = spec.admission
+    elif spec.admission is not None:
+        json_format.ParseDict(spec.admission, model.admission.struct_value)
     model.created_at.FromNanoseconds(service.created_at_unix_nanos)
     return model
 
