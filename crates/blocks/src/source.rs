@@ -3,8 +3,22 @@
 use std::{fmt, sync::Arc};
 
 /// UID of a worker's slot; it survives restarts of the process.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, Eq, PartialOrd, Ord)]
 pub struct WorkerUid(pub Arc<str>);
+
+impl PartialEq for WorkerUid {
+    /// Routers look up what they know of a worker many times a decision, mostly by a copy of the key: that needs no look at
+    /// the text.
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
+
+impl std::hash::Hash for WorkerUid {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.0.hash(state);
+    }
+}
 
 impl WorkerUid {
     /// The UID as text.

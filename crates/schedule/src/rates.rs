@@ -133,18 +133,18 @@ impl RateBook {
     }
 
     /// The rates of the targets of one pool, in their order: the middle of what they have told, times a factor for each.
-    #[must_use]
-    pub fn rates(&self, own: &[Option<OwnRate>]) -> Vec<Rates> {
+    pub fn rates<'a>(&self, own: &'a [Option<OwnRate>]) -> impl Iterator<Item = Rates> + 'a {
+        let prior = self.prior;
         let mut told: Vec<f64> = own.iter().flatten().map(|own| own.log_seconds).collect();
         let middle = (told.len().saturating_sub(1)) / 2;
-        let prior = self.prior;
-        if told.is_empty() {
-            return vec![prior; own.len()];
-        }
-        let (_, pool, _) = told.select_nth_unstable_by(middle, f64::total_cmp);
-        let pool = *pool;
-        // Who computes prompts more slowly than expected is taken to do everything more slowly.
-        let scale = pool.exp() / prior.prefill.seconds_per_token;
+        let (pool, scale) = if told.is_empty() {
+            // Nobody has told anything: the prior is the pool's, and no target has a factor.
+            (0.0, 1.0)
+        } else {
+            let pool = *told.select_nth_unstable_by(middle, f64::total_cmp).1;
+            // Who computes prompts more slowly than expected is taken to do everything more slowly.
+            (pool, pool.exp() / prior.prefill.seconds_per_token)
+        };
         let of_pool = Rates {
             prefill: PrefillRate {
                 seconds_per_token: scale * prior.prefill.seconds_per_token,
@@ -154,11 +154,11 @@ impl RateBook {
             ..prior
         };
         let most = MOST_FACTOR.ln();
-        let factor = |own: OwnRate| match own.log_seconds - pool {
+        let factor = move |own: OwnRate| match own.log_seconds - pool {
             0.0 => 1.0,
             difference => (difference.clamp(-most, most) * own.freshness).exp(),
         };
-        own.iter().map(|own| Rates { factor: own.map_or(1.0, factor), ..of_pool }).collect()
+        own.iter().map(move |own| Rates { factor: own.map_or(1.0, factor), ..of_pool })
     }
 
     /// Forgets the targets that are not in use.
@@ -188,13 +188,13 @@ mod tests {
     fn the_pool_is_the_middle_of_what_is_told_and_a_target_is_at_most_four_times_slower() {
         let mut book = RateBook::new(Rates::default());
         let now = Duration::from_secs(10);
-        assert_eq!(vec![Rates::default(); 2], book.rates(&[None, None]));
+        assert!(book.rates(&[None, None]).eq([Rates::default(); 2]));
         let mut rates = |now, estimate: Option<(Duration, [f64; 3])>| {
             let of = |position: usize| estimate.map(|(at, rates)| (at, rates[position]));
             let names = ["a", "b", "c"].iter().enumerate();
             let mut own: Vec<_> = names.map(|(number, name)| book.observe(now, &target(name), of(number))).collect();
             own.push(None);
-            book.rates(&own)
+            book.rates(&own).collect::<Vec<_>>()
         };
         // Ten times slower than expected: so is everything, and who says nothing is like the pool.
         let first = rates(now, Some((now, [1000.0, 900.0, 20.0])));
