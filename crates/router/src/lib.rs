@@ -31,11 +31,12 @@ mod select;
 mod server;
 mod service;
 mod settings;
+mod start;
 mod target;
 mod text;
 
 pub use cluster::StateVersion;
-pub use core::{Router, RouterCore, RouterStatus};
+pub use core::{RouterCore, RouterStatus};
 pub use generate::{
     AnswerForm, CallDelta, CallHead, ChoiceEnd, EventStream, Generate, GenerateEnd, GenerateEvent, GenerateInput,
     Prompt, ReasoningDelta, RequestContext, TextDelta, TokenLogprob, Tokens, ToolChoice, Usage,
@@ -47,6 +48,7 @@ pub use routing::{AdmissionSettings, RoutingSettings};
 pub use server::GrpcServer;
 pub use service::{CLASS_METADATA, SESSION_METADATA};
 pub use settings::RouterSettings;
+pub use start::Router;
 
 /// Why settings of routing or admission are refused.
 pub use kvist_schedule::ConfigError;

@@ -17,13 +17,14 @@ use tracing::field::Empty;
 
 use crate::{
     convert::{read_grpc_timeout, read_prompt, read_request, write_call, write_delta, write_end, write_reasoning},
-    core::{Router, RouterCore, join_salts},
+    core::RouterCore,
     door::{Entry, Ticket},
     explain::SeenDecision,
     generate::{Generate as _, GenerateEvent, RequestContext},
     keys::{ApiKeys, Caller},
     leases::{DEFAULT_LEASE, LONGEST_LEASE, Lease},
     record::record_failure,
+    start::{Router, join_salts},
     target::WorkerNode,
 };
 
