@@ -97,6 +97,8 @@ codes! {
     QueueFull = "QUEUE_FULL", ResourceExhausted, 429, "server_overloaded", "queue_full", "overloaded_error", true, "Too many requests are waiting";
     /// It waited longer than a request may.
     QueueTimeout = "QUEUE_TIMEOUT", DeadlineExceeded, 504, "timeout_error", "queue_timeout", "timeout_error", true, "The request waited too long to be started";
+    /// More waits at the target than the decision rests on.
+    BusierThanExpected = "BUSIER_THAN_EXPECTED", ResourceExhausted, 429, "server_overloaded", "server_overloaded", "overloaded_error", true, "More waits at the worker than the router knew of";
     /// The engine cannot be reached.
     EngineUnavailable = "ENGINE_UNAVAILABLE", Unavailable, 503, "service_unavailable", "engine_unavailable", "overloaded_error", true, "The engine cannot be reached";
     /// The engine was lost while it answered.

@@ -40,6 +40,8 @@ pub struct RecentOverlap {
 struct Mark {
     holder: Arc<Holder>,
     decided_at: Duration,
+    /// When it was set before that, should the last decision be taken back.
+    before: Option<Duration>,
 }
 
 /// The marks of recent decisions. Times are durations since any fixed moment, as the caller's monotonic clock tells.
@@ -73,16 +75,36 @@ impl RecentDecisions {
         };
         for length in marked_lengths(prompt.len()) {
             let Some(hash) = length.checked_sub(1).and_then(|position| prompt.get(position)) else { continue };
-            let mark = Mark { holder: Arc::clone(&holder), decided_at: now };
+            let mark = Mark { holder: Arc::clone(&holder), decided_at: now, before: None };
             let marks = self.marks.entry(*hash).or_default();
             match marks.iter_mut().find(|known| known.holder == holder) {
-                Some(known) => known.decided_at = now,
+                Some(known) => (known.before, known.decided_at) = (Some(known.decided_at), now),
                 None => marks.push(mark.clone()),
             }
             self.order.push_back((*hash, mark));
         }
         while self.order.len() > self.most_marks {
             self.forget_oldest();
+        }
+    }
+
+    /// Takes back what was noted at a time: the holder has refused the prompt. What was noted before stays.
+    pub fn take_back(&mut self, noted_at: Duration, holder: &Holder, prompt: &[BlockHash]) {
+        for length in marked_lengths(prompt.len()) {
+            let hash = length.checked_sub(1).and_then(|position| prompt.get(position));
+            let Some(Entry::Occupied(mut entry)) = hash.map(|hash| self.marks.entry(*hash)) else { continue };
+            entry.get_mut().retain_mut(|mark| {
+                if *mark.holder != *holder || mark.decided_at != noted_at {
+                    return true;
+                }
+                mark.before.take().is_some_and(|before| {
+                    mark.decided_at = before;
+                    true
+                })
+            });
+            if entry.get().is_empty() {
+                entry.remove();
+            }
         }
     }
 
@@ -197,6 +219,35 @@ mod tests {
         assert_eq!(vec![(1, 20)], found.iter().map(|one| (one.holder.incarnation.0, one.blocks)).collect::<Vec<_>>());
         assert!(recent.look_up(TTL * 2, &prompt(1, 1, 20, 60)).is_empty());
         assert!(recent.look_up(Duration::ZERO, &prompt(2, 0, 20, 60)).is_empty());
+    }
+
+    #[test]
+    fn what_is_taken_back_leaves_what_was_sent_before_and_elsewhere() {
+        let mut recent = RecentDecisions::new(1_000, TTL);
+        let [first, second] = [1, 2].map(Duration::from_secs);
+        let found = |recent: &RecentDecisions| {
+            let found = recent.look_up(second, &prompt(1, 1, 20, 40));
+            let mut found: Vec<_> =
+                found.iter().map(|one| (one.holder.source.worker.to_string(), one.blocks, one.age)).collect();
+            found.sort();
+            found
+        };
+        recent.note(first, holder(1), &prompt(1, 0, 20, 40));
+        recent.note(second, holder(1), &prompt(1, 1, 20, 40));
+        recent.note(second, holder(2), &prompt(1, 1, 20, 40));
+        assert_eq!([40, 40], found(&recent).iter().map(|one| one.1).collect::<Vec<_>>()[..]);
+        recent.take_back(second, &holder(1), &prompt(1, 1, 20, 40));
+        let (age, other) = (second - first, ("w2".to_owned(), 40, Duration::ZERO));
+        assert_eq!(vec![("w1".to_owned(), 20, age), other.clone()], found(&recent));
+        // Once is enough, and another time is another decision.
+        recent.take_back(second, &holder(1), &prompt(1, 1, 20, 40));
+        recent.take_back(first, &holder(2), &prompt(1, 1, 20, 40));
+        assert_eq!(vec![("w1".to_owned(), 20, age), other], found(&recent));
+        recent.take_back(second, &holder(2), &prompt(1, 1, 20, 40));
+        assert_eq!(vec![("w1".to_owned(), 20, age)], found(&recent));
+        // What is gone makes no trouble when its time would have come.
+        recent.note(second + 2 * TTL, holder(3), &prompt(2, 0, 20, 40));
+        assert!(recent.look_up(second + 2 * TTL, &prompt(1, 1, 20, 40)).is_empty());
     }
 
     proptest! {

@@ -10,7 +10,7 @@ use futures::{Stream, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_link::{RequestEvent, RequestStream};
 use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, TokenIds, engine_request::Prompt};
-use kvist_schedule::{Report, TargetId};
+use kvist_schedule::{MOST_REFUSALS, Report, TargetId};
 use kvist_telemetry::names;
 use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
@@ -53,6 +53,8 @@ pub(crate) struct Life {
     /// After `placed`, so that a target has room before the place is given on.
     place: Option<Place>,
     tried: Vec<TargetId>,
+    /// Times that a worker refused because more waited there than was known here.
+    refusals: u32,
     has_tokens: bool,
     deadline: Pin<Box<Sleep>>,
     stopped: Pin<Box<WaitForCancellationFutureOwned>>,
@@ -101,6 +103,7 @@ impl Life {
             placed: None,
             place: None,
             tried: Vec::new(),
+            refusals: 0,
             has_tokens: false,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
             stopped,
@@ -185,6 +188,7 @@ impl Life {
         request.rank = placement.rank;
         request.pool_revision.clone_from(&placement.node.target.pool_revision);
         request.expected_cached_tokens = placement.expected_cached_tokens;
+        request.most_waiting_tokens = placement.most_waiting_tokens.filter(|_| self.refusals < MOST_REFUSALS);
         let time_left = self.deadline.deadline().saturating_duration_since(tokio::time::Instant::now());
         request.time_left = time_left.try_into().ok();
         let inbound = (!self.template.traceparent.is_empty()).then_some(self.template.traceparent.as_str());
@@ -342,6 +346,11 @@ impl Life {
                 self.end_placement(None);
                 self.place = None;
             }
+            RequestEvent::Failed(error) if error.code == Code::BusierThanExpected && self.refusals < MOST_REFUSALS => {
+                if let Err(error) = self.place_anew(&error) {
+                    self.fail(error, events);
+                }
+            }
             RequestEvent::Failed(error) => {
                 self.report(report_of(&error));
                 if self.may_retry(&error) {
@@ -369,12 +378,29 @@ impl Life {
         }
     }
 
+    /// Decides again after a refusal, which has brought the newest load. It is no fault, so the target may be chosen again.
+    fn place_anew(&mut self, refusal: &KvistError) -> Result<(), KvistError> {
+        self.report(report_of(refusal));
+        if let Some(placed) = &self.placed {
+            self.core.selector.take_back(&self.core.view(), &self.demand, &placed.placement);
+        }
+        self.tried.pop();
+        self.refusals += 1;
+        self.core.metrics.refusals.inc();
+        self.record.end_attempt(refusal.code.name());
+        self.end_placement(Some(refusal));
+        self.place()
+    }
+
     fn may_retry(&self, error: &KvistError) -> bool {
         // What is wrong with the request is wrong everywhere.
         let is_fault_of_caller = (400..500).contains(&error.code.http_status()) && !error.code.is_retryable();
         let can_move = (error.not_started && !is_fault_of_caller)
             || matches!(error.code, Code::EngineLost | Code::EngineUnavailable | Code::Draining | Code::NotReady);
-        can_move && !self.has_tokens && self.record.attempts < MOST_ATTEMPTS && !self.core.stopped.is_cancelled()
+        can_move
+            && !self.has_tokens
+            && self.record.attempts - self.refusals < MOST_ATTEMPTS
+            && !self.core.stopped.is_cancelled()
     }
 
     /// Places the request once more. What has killed engines is not carried to the next one.

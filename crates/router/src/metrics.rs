@@ -81,6 +81,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) active: Gauge,
     pub(crate) retries: Counter,
     pub(crate) parse_failures: Family<ModelLabel, Counter>,
+    pub(crate) refusals: Counter,
     pub(crate) decision_seconds: Histogram,
     pub(crate) tokenize_seconds: Histogram,
     pub(crate) first_token_seconds: Histogram,
@@ -127,6 +128,11 @@ impl RouterMetrics {
                 names::ROUTER_PARSE_FAILURES,
                 "What looked like a tool call and was passed on as text.",
                 Family::default(),
+            ),
+            refusals: metrics.register(
+                names::ROUTER_REFUSALS,
+                "Placements that a worker refused because more waited there than was known here.",
+                Counter::default(),
             ),
             decision_seconds: metrics.register(
                 names::ROUTER_DECISION_SECONDS,

@@ -12,7 +12,7 @@ use kvist_proto::engine::v1::{Capabilities, StructuredOutput, WorkerDescription,
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
     Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, TargetId,
-    TargetPromise, cached_prompt, expected_output_tokens, recent_is_valid_for,
+    TargetPromise, cached_prompt, expected_output_tokens, most_waiting_tokens, recent_is_valid_for,
 };
 use kvist_text::ModelText;
 use parking_lot::Mutex;
@@ -119,6 +119,10 @@ pub(crate) struct Placement {
     pub(crate) reservation: Option<Reservation>,
     /// Prompt tokens expected in the cache; none when the index does not speak for the source.
     pub(crate) expected_cached_tokens: Option<u32>,
+    /// Prompt tokens that may wait there; with more, another target is better.
+    pub(crate) most_waiting_tokens: Option<u64>,
+    /// When it was noted where the prompt goes.
+    noted_at: Duration,
 }
 
 /// A promise that ends when it is dropped.
@@ -360,7 +364,7 @@ impl Selector {
         let result = match chosen_node {
             Some((node, rank)) => {
                 if reserve {
-                    self.note(node, *rank, &lookups);
+                    self.note(now, node, *rank, &lookups);
                 }
                 // What the index claims; what recent decisions make likely is no claim.
                 let claim = record.chosen_candidate().and_then(|seen| seen.claim.as_ref());
@@ -368,7 +372,14 @@ impl Selector {
                     let blocks = claim.matched_blocks.min(record.prompt_blocks);
                     blocks.saturating_mul(record.block_size_tokens)
                 });
-                Ok(Placement { node: Arc::clone(node), rank: *rank, reservation, expected_cached_tokens: cached })
+                Ok(Placement {
+                    node: Arc::clone(node),
+                    rank: *rank,
+                    reservation,
+                    expected_cached_tokens: cached,
+                    most_waiting_tokens: most_waiting_tokens(&decision, &candidates),
+                    noted_at: now,
+                })
             }
             None if decision.outcome == Outcome::Saturated => {
                 Err(KvistError::new(Code::Overloaded, "all workers of this model are saturated").before_start())
@@ -378,27 +389,34 @@ impl Selector {
         (record, result)
     }
 
+    /// The target has refused the prompt, so nothing of it comes into its cache.
+    pub(crate) fn take_back(&self, view: &ClusterView, demand: &Demand, placement: &Placement) {
+        let node = &placement.node;
+        let hashes = hashes(view, demand, &node.entry.namespace, node.block_size());
+        let source = SourceKey { worker: node.uid.clone(), rank: Rank(placement.rank) };
+        let holder = Holder { source, incarnation: node.incarnation };
+        self.recent.lock().take_back(placement.noted_at, &holder, &hashes);
+    }
+
     fn look_up(&self, view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Matches {
-        let usable = usable_blocks(demand.tokens.len(), block_size);
-        if usable == 0 {
+        let hashes = hashes(view, demand, namespace, block_size);
+        if hashes.is_empty() {
             return Matches::default();
         }
-        let root = Namespace::new(namespace, &demand.adapter, &demand.cache_salt).root(view.seed());
-        let hashes = block_hashes(root, demand.tokens.get(..usable * block_size).unwrap_or_default(), block_size);
         let overlaps = Some(self.index.lookup(&hashes));
         let recent = self.recent.lock().look_up(self.started.elapsed(), &hashes);
         Matches { hashes, overlaps, recent }
     }
 
     /// Remembers where a prompt was sent, until the events tell what came of it.
-    fn note(&self, node: &WorkerNode, rank: u32, lookups: &[(&str, usize, Matches)]) {
+    fn note(&self, now: Duration, node: &WorkerNode, rank: u32, lookups: &[(&str, usize, Matches)]) {
         let known = lookups
             .iter()
             .find(|(namespace, size, _)| *namespace == node.entry.namespace && *size == node.block_size());
         if let Some((_, _, matches)) = known.filter(|(_, _, matches)| !matches.hashes.is_empty()) {
             let source = SourceKey { worker: node.uid.clone(), rank: Rank(rank) };
             let holder = Holder { source, incarnation: node.incarnation };
-            self.recent.lock().note(self.started.elapsed(), holder, &matches.hashes);
+            self.recent.lock().note(now, holder, &matches.hashes);
         }
     }
 }
@@ -407,6 +425,13 @@ impl Selector {
 fn most_running(description: &WorkerDescription) -> Option<u64> {
     let most = description.limits.unwrap_or_default().max_running_requests;
     (most > 0).then_some(u64::from(most))
+}
+
+/// Names of a prompt's blocks that a cache can serve.
+fn hashes(view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Vec<BlockHash> {
+    let usable = usable_blocks(demand.tokens.len(), block_size);
+    let root = Namespace::new(namespace, &demand.adapter, &demand.cache_salt).root(view.seed());
+    block_hashes(root, demand.tokens.get(..usable * block_size).unwrap_or_default(), block_size)
 }
 
 fn engine_report(report: &LoadReport, received_at: Duration) -> EngineReport {

@@ -20,6 +20,8 @@ names! { METRICS:
     ROUTER_RETRIES = "kvist_router_retries_total";
     /// What looked like a tool call or a head of a message and could not be read, by model: it was passed on as text.
     ROUTER_PARSE_FAILURES = "kvist_router_parse_failures_total";
+    /// Placements that a worker refused because more waited there than the router knew of.
+    ROUTER_REFUSALS = "kvist_router_refusals_total";
     /// Time of one routing decision, hashing included.
     ROUTER_DECISION_SECONDS = "kvist_router_decision_seconds";
     /// Time of rendering and tokenizing a prompt.

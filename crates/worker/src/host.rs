@@ -188,6 +188,11 @@ impl EngineHost {
         self.inner.loads.lock().clone()
     }
 
+    /// Prompt tokens that a rank's engine has accepted and not yet computed, as it last said.
+    pub(crate) fn outstanding_prefill_tokens(&self, rank: u32) -> u64 {
+        self.inner.loads.lock().get(rank as usize).map_or(0, |load| load.outstanding_prefill_tokens)
+    }
+
     pub(crate) fn watch_load(&self) -> watch::Receiver<u64> {
         self.inner.load_number.subscribe()
     }

@@ -46,6 +46,9 @@ pub(crate) struct Worker {
     has_failed: watch::Sender<bool>,
     fence: AtomicU64,
     direct_number: AtomicU64,
+    /// Held from the look at the load to the engine's report of what it has accepted: of two requests at once, the
+    /// second is held against the first.
+    entrance: Mutex<()>,
     myself: Weak<Self>,
 }
 
@@ -80,6 +83,7 @@ impl Worker {
             has_failed: watch::Sender::new(false),
             fence: AtomicU64::new(0),
             direct_number: AtomicU64::new(0),
+            entrance: Mutex::new(()),
             myself: myself.clone(),
         })
     }
@@ -105,6 +109,7 @@ impl Worker {
 
     /// Checks a request and hands it to the engine. Whatever happens, `output` hears the end.
     pub(crate) fn submit(&self, mut request: EngineRequest, output: Output) {
+        let _entrance = request.most_waiting_tokens.map(|_| self.entrance.lock());
         if let Err(error) = self.link.resolve_prompt(&mut request).and_then(|()| self.check(&request)) {
             return self.refuse(output, &error);
         }
@@ -279,6 +284,11 @@ impl Worker {
         if context > 0 && prompt_tokens >= context as usize {
             let message = format!("the prompt has {prompt_tokens} tokens and the context {context}");
             return refused(KvistError::new(Code::ContextLengthExceeded, message));
+        }
+        if let Some(most) = request.most_waiting_tokens
+            && up.host.outstanding_prefill_tokens(request.rank) > most
+        {
+            return refused(KvistError::new(Code::BusierThanExpected, "more waits here than the router knew of"));
         }
         Ok(())
     }

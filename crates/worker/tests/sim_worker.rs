@@ -354,6 +354,43 @@ async fn what_cannot_run_is_refused_before_it_starts() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_two_requests_at_once_the_second_is_held_against_the_first() {
+    let mut sim = quick();
+    sim["prefill_tokens_per_second"] = 10.0.into();
+    let (server, link) = start(settings(sim)).await;
+    let other = WorkerLink::connect(&server.addresses().grpc_address, LinkSettings::new("other")).unwrap();
+    in_time(other.watch_state().wait_for(|state| *state == LinkState::Connected)).await.unwrap();
+    let at_most = |id: &str, most| EngineRequest { most_waiting_tokens: Some(most), ..request(id, &[1; 1000], 1) };
+    let first = link.start(at_most("first", 0));
+    in_time(async {
+        while other.load(0).is_none_or(|load| load.report.outstanding_prefill_tokens < 1000) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+    let refused = failure(&mut other.start(at_most("second", 999))).await;
+    assert_eq!(
+        (Code::BusierThanExpected, true, true),
+        (refused.code, refused.not_started, refused.code.is_retryable())
+    );
+    // The load that it was refused for comes with the refusal.
+    assert!(other.load(0).is_some_and(|load| load.report.outstanding_prefill_tokens == 1000));
+    // Both of these are at the door at once; either one is let in.
+    let mut both = [(&link, "third"), (&other, "fourth")].map(|(link, id)| link.start(at_most(id, 1000)));
+    let [left, right] = &mut both;
+    let loser = in_time(async {
+        tokio::select! {
+            event = left.next() => event,
+            event = right.next() => event,
+        }
+    })
+    .await;
+    assert!(matches!(loser, Some(RequestEvent::Failed(error)) if error.code == Code::BusierThanExpected));
+    drop((first, both));
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn deadlines_aborts_and_stop_tokens_end_requests() {
     let mut sim = quick();
     sim["decode_step_ms"] = 5.0.into();

@@ -128,6 +128,10 @@ impl Connection {
             return;
         }
         state.streams.remove(&stream_id);
+        if matches!(&event, stream_event::Event::Failed(failed) if failed.not_started) {
+            // The router decides again, and the newest load goes with the refusal.
+            state.last_load = None;
+        }
         state.events.push_back(StreamEvent { stream_id, event: Some(event) });
         state.wake();
     }

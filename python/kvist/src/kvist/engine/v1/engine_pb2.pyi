@@ -937,6 +937,7 @@ class EngineRequest(_message.Message):
     KV_HINTS_FIELD_NUMBER: _builtins.int
     ENGINE_EXTRAS_FIELD_NUMBER: _builtins.int
     POOL_REVISION_FIELD_NUMBER: _builtins.int
+    MOST_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique; begins with the router's name. The worker refuses a second one while the first runs (idempotency)."""
     prompt_reference: _builtins.str
@@ -957,6 +958,10 @@ class EngineRequest(_message.Message):
     """Prompt tokens that the router expects in the cache; the receipt is held against it."""
     pool_revision: _builtins.str
     """The pool revision the router chose the target for; a worker of another revision refuses with FAILED_PRECONDITION."""
+    most_waiting_tokens: _builtins.int
+    """Prompt tokens, accepted and not yet computed, that may wait at the rank; with more the worker refuses with
+    BUSIER_THAN_EXPECTED, for the router would rather choose another target. Absent for any number.
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Token ids in the frame."""
@@ -1010,17 +1015,22 @@ class EngineRequest(_message.Message):
         kv_hints: _struct_pb2.Struct | None = ...,
         engine_extras: _struct_pb2.Struct | None = ...,
         pool_revision: _builtins.str = ...,
+        most_waiting_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_cached_tokens", b"_expected_cached_tokens", "engine_extras", b"engine_extras", "expected_cached_tokens", b"expected_cached_tokens", "kv_hints", b"kv_hints", "kv_transfer", b"kv_transfer", "prompt", b"prompt", "prompt_reference", b"prompt_reference", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output", "time_left", b"time_left", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_cached_tokens", b"_expected_cached_tokens", "_most_waiting_tokens", b"_most_waiting_tokens", "engine_extras", b"engine_extras", "expected_cached_tokens", b"expected_cached_tokens", "kv_hints", b"kv_hints", "kv_transfer", b"kv_transfer", "most_waiting_tokens", b"most_waiting_tokens", "prompt", b"prompt", "prompt_reference", b"prompt_reference", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output", "time_left", b"time_left", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_cached_tokens", b"_expected_cached_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "engine_extras", b"engine_extras", "expected_cached_tokens", b"expected_cached_tokens", "kv_hints", b"kv_hints", "kv_transfer", b"kv_transfer", "pool_revision", b"pool_revision", "priority", b"priority", "prompt", b"prompt", "prompt_reference", b"prompt_reference", "rank", b"rank", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output", "time_left", b"time_left", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_cached_tokens", b"_expected_cached_tokens", "_most_waiting_tokens", b"_most_waiting_tokens", "adapter", b"adapter", "cache_salt", b"cache_salt", "engine_extras", b"engine_extras", "expected_cached_tokens", b"expected_cached_tokens", "kv_hints", b"kv_hints", "kv_transfer", b"kv_transfer", "most_waiting_tokens", b"most_waiting_tokens", "pool_revision", b"pool_revision", "priority", b"priority", "prompt", b"prompt", "prompt_reference", b"prompt_reference", "rank", b"rank", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output", "time_left", b"time_left", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_cached_tokens: _TypeAlias = _typing.Literal["expected_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_cached_tokens: _TypeAlias = _typing.Literal["_expected_cached_tokens", b"_expected_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__most_waiting_tokens: _TypeAlias = _typing.Literal["most_waiting_tokens"]  # noqa: Y015
+    _WhichOneofArgType__most_waiting_tokens: _TypeAlias = _typing.Literal["_most_waiting_tokens", b"_most_waiting_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["tokens", "prompt_reference"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_cached_tokens) -> _WhichOneofReturnType__expected_cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__most_waiting_tokens) -> _WhichOneofReturnType__most_waiting_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
