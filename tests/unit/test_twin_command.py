@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from typer.testing import CliRunner
@@ -42,7 +43,7 @@ def test_people_get_a_table_and_the_parameters_of_the_engine(trace: Path) -> Non
     first, header, *rows = out.splitlines()
     assert "8 workers of 100 blocks of 512 tokens, 5000 prompt tokens/s in chunks of 2048" in first
     assert header.split()[:3] == ["policy", "hit", "rate"]
-    assert [row.split()[0] for row in rows] == ["cost", "least_loaded"]
+    assert [row.split()[0] for row in rows] == ["cost", "least_loaded", "most_overlap"]
 
 
 def test_made_traces_need_no_file() -> None:
@@ -53,6 +54,45 @@ def test_made_traces_need_no_file() -> None:
     assert reports["cost"]["imbalance"] < 1.5 < reports["most_overlap"]["imbalance"]
 
 
+def test_a_plot_has_one_series_for_each_policy(trace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plot.svg"
+    policies = ["cost", "cost:recomputeWeight=1", "least_loaded", "round_robin"]
+    code, out, _ = run("--trace", str(trace), "--policies", ",".join(policies), "--plot", str(file), "--json")
+    assert code == 0
+    assert list(json.loads(out)["policies"]) == policies
+    svg = "{http://www.w3.org/2000/svg}"
+    picture = ET.parse(file).getroot()  # noqa: S314 - our own
+    assert picture.tag == f"{svg}svg"
+    series = picture.findall(f"{svg}g[@class='series']")
+    assert [one.get("data-policy") for one in series] == policies
+    assert len({one.get("stroke") for one in series}) == len(policies)
+    for one in series:
+        # A dot in each of the upper panels, and the backlog over time.
+        assert len(one.findall(f"{svg}circle")) == 2
+        line = one.find(f"{svg}polyline")
+        assert line is not None
+        points = [tuple(map(float, point.split(","))) for point in line.get("points", "").split()]
+        assert len(points) == 200
+        assert points == sorted(points, key=lambda point: point[0])
+        assert len({height for _, height in points}) > 1
+
+
+def test_a_part_of_a_trace_and_another_speed(trace: Path) -> None:
+    def backlog_and_requests(*arguments: str) -> tuple[float, int]:
+        code, out, _ = run(
+            "--trace", str(trace), "--workers", "1", "--policies", "cost", "--plain", "--json", *arguments
+        )
+        assert code == 0
+        report = json.loads(out)["policies"]["cost"]
+        return report["worst_backlog_seconds"], report["requests"]
+
+    one = (1100 / 15_000, 20)
+    assert backlog_and_requests() == pytest.approx(one, abs=1e-3)
+    assert backlog_and_requests("--from", "5", "--until", "15")[1] == 10
+    # Twenty prompts at once: the first in full, and the last 76 tokens of nineteen more.
+    assert backlog_and_requests("--speed", "1e9")[0] == pytest.approx((1100 + 19 * 76) / 15_000, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -61,6 +101,10 @@ def test_made_traces_need_no_file() -> None:
         (("--trace", "multi-turn", "--incidents", "["), ("--incidents is not JSON",)),
         (("--trace", "multi-turn", "--incidents", '[{"what": "flood"}]'), ("flood", "crash")),
         (("--trace", __file__), ("line 1",)),
+        (("--trace", "multi-turn", "--policies", "cost:nosuch=1"), ("nosuch", "recomputeWeight")),
+        (("--trace", "multi-turn", "--from", "1e9"), ("no request",)),
+        (("--trace", "multi-turn", "--speed", "0"), ("speed",)),
+        (("--trace", "multi-turn", "--policies", "round_robin", "--plot", "/nowhere/x.svg"), ("cannot be written",)),
     ],
 )
 def test_what_is_wrong_is_said(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -5,11 +5,12 @@ use pyo3::prelude::*;
 
 use crate::failure::raise_invalid;
 
-/// Runs policies on a trace: JSON of a `StudyRequest` in, JSON of a `Study` and a table for people out.
+/// Runs policies on a trace: JSON of a `StudyRequest` in, JSON of a `Study`, a table for people, and an SVG out.
 #[pyfunction]
-pub(crate) fn run_twin(py: Python<'_>, request: &str, trace: &str) -> PyResult<(String, String)> {
+pub(crate) fn run_twin(py: Python<'_>, request: &str, trace: &str) -> PyResult<(String, String, String)> {
     let request: StudyRequest =
         serde_json::from_str(request).map_err(|error| raise_invalid("request", error.to_string()))?;
     let study = py.detach(|| request.run(trace)).map_err(|reason| raise_invalid("request", reason))?;
-    Ok((serde_json::to_string(&study).unwrap_or_default(), kvist_twin::table(&study.policies)))
+    let json = serde_json::to_string(&study).unwrap_or_default();
+    Ok((json, kvist_twin::table(&study.policies), kvist_twin::plot(&study)))
 }

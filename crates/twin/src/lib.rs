@@ -8,6 +8,8 @@
 //! losses between them. It answers what a policy is worth on a trace, in seconds of computing instead of days of GPUs.
 
 mod mesh;
+mod plot;
+mod policy;
 mod pool;
 mod replay;
 mod sim;
@@ -15,11 +17,14 @@ mod study;
 mod trace;
 
 pub use mesh::{EngineSettings, Incident, MeshReport, MeshSettings, Percentiles, run_mesh, table};
+pub use plot::plot;
+pub use policy::{NAMED_POLICIES, policy};
 pub use replay::{ReplayReport, ReplayRule, replay};
 pub use sim::{Finish, Finished, SimCounters, SimEngine, SimRequest, SimSettings, Step};
-pub use study::{MadeKind, NAMED_POLICIES, Study, StudyRequest, policy, study};
+pub use study::{MadeKind, Study, StudyRequest, study};
 pub use trace::{
-    MadeTrace, TRACE_BLOCK_TOKENS, TraceError, TraceRequest, ideal_hit_rate, make_bursty, parse_trace, spread_arrivals,
+    MadeTrace, TRACE_BLOCK_TOKENS, TraceError, TraceRequest, cut, ideal_hit_rate, make_bursty, parse_trace,
+    spread_arrivals,
 };
 
 #[cfg(test)]

@@ -2,42 +2,15 @@
 
 use std::time::Duration;
 
-use kvist_schedule::{
-    Pipeline, PipelineConfig, Step,
-    catalogue::{Stage, names},
-};
+use kvist_schedule::Pipeline;
 use serde::{Deserialize, Serialize};
 
 use crate::{
     MeshReport, MeshSettings,
     mesh::run_mesh,
-    trace::{MadeTrace, TraceRequest, make_bursty, parse_trace, spread_arrivals},
+    policy::policy,
+    trace::{MadeTrace, TraceRequest, cut, make_bursty, parse_trace, spread_arrivals},
 };
-
-/// Policies that are no scorer's name: presets, and rules to compare with.
-pub const NAMED_POLICIES: [&str; 4] = ["kvist", "foretoken", "most_overlap", "lowest_sum"];
-
-/// A pipeline by a policy's name: a preset, the name of a scorer (with its defaults, and `max`), `most_overlap` (the most
-/// cached blocks whatever the load: the bad example), or `lowest_sum` (backlog and uncached tokens, without more).
-///
-/// # Errors
-/// There is no such policy; the error lists those that there are.
-pub fn policy(name: &str) -> Result<Pipeline, String> {
-    let config = match name {
-        "kvist" | "cost" => Ok(PipelineConfig::default()),
-        "most_overlap" => Ok(PipelineConfig::best_by(Step::new("kv_least_loaded"))),
-        "lowest_sum" => Ok(PipelineConfig::best_by(
-            Step::new("cost").with("recomputeWeight", 1.0).with("decodeWeight", 0.0).with("pressureSeconds", 0.0),
-        )),
-        "foretoken" => PipelineConfig::preset(name),
-        scorer if names(Stage::Scorer).contains(&scorer) => Ok(PipelineConfig::best_by(Step::new(scorer))),
-        _ => {
-            let valid = [&NAMED_POLICIES[..], &names(Stage::Scorer)].concat().join(", ");
-            return Err(format!("unknown policy \"{name}\"; valid: {valid}"));
-        }
-    };
-    config.and_then(Pipeline::new).map_err(|error| error.to_string())
-}
 
 /// A trace that is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -50,7 +23,7 @@ pub enum MadeKind {
 }
 
 /// What to study, as JSON.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StudyRequest {
     /// The mesh.
@@ -61,8 +34,29 @@ pub struct StudyRequest {
     pub made: Option<MadeKind>,
     /// Spread requests of equal times over the time to the next; see [`spread_arrivals`].
     pub spread: bool,
+    /// Leave out requests that come earlier, seconds of the trace; those that are left begin at 0.
+    pub from_seconds: f64,
+    /// Leave out requests that come then or later; none for no end.
+    pub until_seconds: Option<f64>,
+    /// How many times as fast requests come.
+    pub speed: f64,
     /// Let all requests of such a window arrive at its beginning, seconds; 0 leaves them alone.
     pub burst_seconds: f64,
+}
+
+impl Default for StudyRequest {
+    fn default() -> Self {
+        Self {
+            mesh: MeshSettings::default(),
+            policies: Vec::new(),
+            made: None,
+            spread: false,
+            from_seconds: 0.0,
+            until_seconds: None,
+            speed: 1.0,
+            burst_seconds: 0.0,
+        }
+    }
 }
 
 impl StudyRequest {
@@ -78,6 +72,9 @@ impl StudyRequest {
         if !(mesh.engine.prefill_tokens_per_second > 0.0 && mesh.engine.prefill_tokens_per_second.is_finite()) {
             return Err("prefill_tokens_per_second must be above 0".to_owned());
         }
+        if !(self.speed > 0.0 && self.speed.is_finite()) {
+            return Err("speed must be above 0".to_owned());
+        }
         if self.policies.is_empty() {
             return Err("no policy is named".to_owned());
         }
@@ -89,6 +86,11 @@ impl StudyRequest {
             Some(MadeKind::MultiTurn) => made.multi_turn(600, 2),
             None => parse_trace(trace).map_err(|error| error.to_string())?,
         };
+        cut(&mut trace, self.from_seconds, self.until_seconds);
+        if trace.is_empty() {
+            return Err("no request of the trace is within these times".to_owned());
+        }
+        trace.iter_mut().for_each(|request| request.at = request.at.div_f64(self.speed));
         if self.spread {
             spread_arrivals(&mut trace);
         }
@@ -139,6 +141,8 @@ mod tests {
             (r#"{"policies": ["nosuch"]}"#, "least_loaded"),
             (r#"{"policies": []}"#, "no policy"),
             (r#"{"policies": ["cost"], "mesh": {"workers": 0}}"#, "at least 1"),
+            (r#"{"policies": ["cost"], "speed": 0}"#, "speed"),
+            (r#"{"policies": ["cost"], "made": "multi_turn", "from_seconds": 1e6}"#, "no request"),
             (r#"{"policies": ["cost"]}"#, "line 1"),
         ] {
             let request: StudyRequest = serde_json::from_str(text).unwrap();

@@ -97,6 +97,14 @@ pub fn ideal_hit_rate(trace: &[TraceRequest]) -> f64 {
     if all == 0 { 0.0 } else { hits as f64 / all as f64 }
 }
 
+/// Keeps the requests of a time, seconds; the first of them comes as long after 0 as it came after the beginning.
+pub fn cut(trace: &mut Vec<TraceRequest>, from_seconds: f64, until_seconds: Option<f64>) {
+    let from = Duration::try_from_secs_f64(from_seconds).unwrap_or_default();
+    let until = until_seconds.map_or(Duration::MAX, |until| Duration::try_from_secs_f64(until).unwrap_or_default());
+    trace.retain(|request| (from..until).contains(&request.at));
+    trace.iter_mut().for_each(|request| request.at -= from);
+}
+
 /// Moves arrivals together: all of each window arrive at its beginning.
 pub fn make_bursty(trace: &mut [TraceRequest], window: Duration) {
     let window = window.as_nanos().max(1);
@@ -195,6 +203,21 @@ mod tests {
             assert_eq!(3, error.line);
             assert!(error.reason.contains(word), "{error}");
         }
+    }
+
+    #[test]
+    fn a_part_of_a_trace_begins_at_its_own_beginning() {
+        let made = MadeTrace { seed: 1, requests: 50, requests_per_second: 10.0, output_tokens: 5 };
+        let whole = made.shared_prefix(1, 1);
+        let half = Duration::from_secs(2);
+        let [mut first, mut second, mut all] = [whole.clone(), whole.clone(), whole.clone()];
+        cut(&mut first, 0.0, Some(2.0));
+        cut(&mut second, 2.0, None);
+        cut(&mut all, 0.0, None);
+        assert_eq!(whole, all);
+        assert!(!first.is_empty() && first.iter().all(|request| request.at < half));
+        second.iter_mut().for_each(|request| request.at += half);
+        assert_eq!(whole, [first, second].concat());
     }
 
     #[test]

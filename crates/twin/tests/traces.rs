@@ -104,21 +104,49 @@ fn cost_keeps_the_hits_of_sixteen_workers_and_of_the_synthetic_trace() {
     }
 }
 
-// P6. The recorder rounded arrivals to 3 s; they are spread again, and then come in bursts of 200 ms, four times the lag.
+/// Lags of P6, in which routers do not see what others do.
+fn lags(routers: usize, seed: u64) -> MeshSettings {
+    MeshSettings { routers, seed, event_lag_seconds: 0.05, load_lag_seconds: 0.05, ..mesh(false) }
+}
+
+/// Hit rate, worst backlog, and p95 of the first token, each as the mean of the seeds 1 to 3: the worst backlog of a
+/// single run hangs on one draw.
+fn means(trace: &[TraceRequest], settings: impl Fn(u64) -> MeshSettings) -> [f64; 3] {
+    let mut means = [0.0; 3];
+    for seed in [1, 2, 3] {
+        let report = run(&settings(seed), trace, "cost");
+        let numbers = [report.hit_rate, report.worst_backlog_seconds, report.time_to_first_token_seconds.p95];
+        means.iter_mut().zip(numbers).for_each(|(mean, number)| *mean += number / 3.0);
+    }
+    means
+}
+
+// P6. The recorder rounded the arrivals of the conversation trace to 3 s, so that up to 28 requests come in one instant;
+// spread again, they come in bursts of a second.
 #[test]
 fn eight_routers_that_do_not_talk_choose_as_well_as_one() {
-    for (name, backlog) in [("conversation", 1.15), ("synthetic", 1.15)] {
+    const ALL: &[usize] = &[2, 4, 8];
+    for (name, burst, counts) in [("conversation", 0, ALL), ("conversation", 1, &[8]), ("synthetic", 1, &[8])] {
         let Some(mut trace) = trace(name) else { return };
-        spread_arrivals(&mut trace);
-        make_bursty(&mut trace, Duration::from_millis(200));
-        let reports = [1, 2, 4, 8].map(|routers| {
-            let lags = MeshSettings { routers, event_lag_seconds: 0.05, load_lag_seconds: 0.05, ..mesh(false) };
-            run(&lags, &trace, "cost")
-        });
-        for report in &reports[1..] {
-            assert!(report.hit_rate > reports[0].hit_rate - 0.01, "{} {}", report.hit_rate, reports[0].hit_rate);
-            let (many, one) = (report.worst_backlog_seconds, reports[0].worst_backlog_seconds);
-            assert!(many <= backlog * one, "{many} {one}");
+        if burst > 0 {
+            spread_arrivals(&mut trace);
+            make_bursty(&mut trace, Duration::from_secs(burst));
+        }
+        let [hits, backlog, p95] = means(&trace, |seed| lags(1, seed));
+        for &routers in counts {
+            let many = means(&trace, |seed| lags(routers, seed));
+            let is_as_good = many[0] > hits - 0.01 && many[1] <= 1.15 * backlog && many[2] <= 1.1 * p95;
+            assert!(is_as_good, "{name}, {burst} s, {routers} routers: {many:?}, one: {hits} {backlog} {p95}");
         }
     }
+}
+
+// Without refusals the same bursts cannot be spread, whatever the rule: what two routers send to one worker in the same
+// instant, neither could know.
+#[test]
+fn routers_that_decide_once_run_to_the_same_workers() {
+    let Some(trace) = trace("conversation") else { return };
+    let [_, backlog, _] = means(&trace, |seed| lags(1, seed));
+    let [_, blind, _] = means(&trace, |seed| MeshSettings { most_refusals: 0, ..lags(8, seed) });
+    assert!(blind > 1.25 * backlog, "{blind} {backlog}");
 }

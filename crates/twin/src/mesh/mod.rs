@@ -39,12 +39,16 @@ const CATCH_UP_TIME: Duration = Duration::from_millis(20);
 /// After the last request, for events and digests that are on their way.
 const SETTLE_TIME: Duration = Duration::from_secs(5);
 
+/// Intervals that the time of a trace is divided in, for the backlog over time.
+const BACKLOG_INTERVALS: usize = 200;
+
 /// Placements of a request: the first, and one more when its worker was lost before the first token.
 const MOST_ATTEMPTS: u32 = 2;
 
 enum Event {
     Arrival(usize),
-    Submit { job: usize, worker: usize, attempt: u32 },
+    Submit { job: usize, worker: usize, attempt: u32, most_waiting_tokens: Option<u64> },
+    Refused { job: usize, worker: usize, attempt: u32, report: EngineReport },
     StepEnd { worker: usize, step: Box<Step> },
     PlainEnd { job: usize, worker: usize, attempt: u32 },
     Batch { router: usize, worker: usize, batch: Arc<Batch> },
@@ -89,6 +93,7 @@ struct Job {
     router: usize,
     worker: usize,
     attempt: u32,
+    refusals: u32,
     reservation: Option<ReservationId>,
     predicted_cached_tokens: u64,
     predicted_seconds: Option<f64>,
@@ -111,9 +116,12 @@ struct Mesh<'a> {
     jobs: Vec<Job>,
     left: usize,
     worst_backlog_seconds: f64,
+    backlog_seconds_over_time: Vec<f64>,
+    backlog_interval_seconds: f64,
     are_loads_frozen: bool,
     lost_batches: u64,
     catch_ups: u64,
+    refusals: u64,
 }
 
 /// Runs a trace through a mesh.
@@ -145,6 +153,7 @@ impl<'a> Mesh<'a> {
             step_seconds_per_request: engine.decode_step_seconds_per_request,
             ..Rates::default()
         };
+        let last_arrival = trace.last().map_or(Duration::ZERO, |request| request.at);
         let mut draws = Draws::new(settings.seed);
         let routers = (0..settings.routers.max(1)).map(|_| Router::new(pipeline.clone(), prior, draws.number()));
         let mut mesh = Self {
@@ -159,9 +168,12 @@ impl<'a> Mesh<'a> {
             jobs: vec![Job::default(); trace.len()],
             left: trace.len(),
             worst_backlog_seconds: 0.0,
+            backlog_seconds_over_time: vec![0.0; BACKLOG_INTERVALS],
+            backlog_interval_seconds: last_arrival.as_secs_f64().max(1e-3) / BACKLOG_INTERVALS as f64,
             are_loads_frozen: false,
             lost_batches: 0,
             catch_ups: 0,
+            refusals: 0,
         };
         for _ in 0..settings.workers {
             mesh.join();
@@ -214,7 +226,10 @@ impl<'a> Mesh<'a> {
                 self.jobs[job].router = self.draws.below(self.routers.len());
                 self.place(job, None);
             }
-            Event::Submit { job, worker, attempt } => self.submit(job, worker, attempt),
+            Event::Submit { job, worker, attempt, most_waiting_tokens } => {
+                self.submit(job, worker, attempt, most_waiting_tokens);
+            }
+            Event::Refused { job, worker, attempt, report } => self.take_refusal(job, worker, attempt, report),
             Event::StepEnd { worker, step } => self.end_step(worker, &step),
             Event::PlainEnd { job, worker, attempt } => {
                 if self.is_current(job, worker, attempt) {
@@ -291,13 +306,21 @@ impl<'a> Mesh<'a> {
         known.predicted_cached_tokens = choice.predicted_cached_tokens;
         known.predicted_seconds = choice.predicted_seconds;
         known.decided_at = self.now;
-        let event = Event::Submit { job, worker: choice.worker, attempt: known.attempt };
+        let most_waiting_tokens = choice.most_waiting_tokens.filter(|_| known.refusals < self.settings.most_refusals);
+        let event = Event::Submit { job, worker: choice.worker, attempt: known.attempt, most_waiting_tokens };
         self.after(self.settings.network_seconds, event);
     }
 
-    fn submit(&mut self, job: usize, worker: usize, attempt: u32) {
+    fn submit(&mut self, job: usize, worker: usize, attempt: u32, most_waiting_tokens: Option<u64>) {
         if !self.is_current(job, worker, attempt) {
             return;
+        }
+        if let Some(most) = most_waiting_tokens {
+            let report = self.workers[worker].report(self.now);
+            if report.outstanding_prefill_tokens > most {
+                let event = Event::Refused { job, worker, attempt, report };
+                return self.after(self.settings.network_seconds, event);
+            }
         }
         let prompt = self.prompt(job);
         let request = &self.trace[job];
@@ -320,7 +343,29 @@ impl<'a> Mesh<'a> {
         }
         let backlog = self.workers[worker].backlog_seconds(self.now);
         self.worst_backlog_seconds = self.worst_backlog_seconds.max(backlog);
+        // The last arrival, and what is on its way then, belong to the last interval.
+        let interval = (self.now.as_secs_f64() / self.backlog_interval_seconds) as usize;
+        if let Some(worst) = self.backlog_seconds_over_time.get_mut(interval.min(BACKLOG_INTERVALS - 1)) {
+            *worst = worst.max(backlog);
+        }
         self.send_report(worker);
+    }
+
+    /// More waited there than the decision rests on: nothing of it holds, and the router decides again.
+    fn take_refusal(&mut self, job: usize, worker: usize, attempt: u32, report: EngineReport) {
+        if !self.is_current(job, worker, attempt) {
+            return;
+        }
+        let hashes = self.prompt(job).hashes;
+        let known = &mut self.jobs[job];
+        let router = &mut self.routers[known.router];
+        router.take_report(self.now, worker, report);
+        if let Some(reservation) = known.reservation.take() {
+            router.take_back(known.decided_at, worker, reservation, &hashes);
+        }
+        known.refusals += 1;
+        self.refusals += 1;
+        self.place(job, None);
     }
 
     fn step(&mut self, worker: usize) {
@@ -450,7 +495,7 @@ impl<'a> Mesh<'a> {
             if known.attempt == 0 || known.worker != worker || known.finished_at.is_some() {
                 continue;
             }
-            if known.first_token_at.is_some() || known.attempt >= MOST_ATTEMPTS {
+            if known.first_token_at.is_some() || known.attempt - known.refusals >= MOST_ATTEMPTS {
                 self.fail(job);
                 continue;
             }
@@ -487,11 +532,14 @@ impl<'a> Mesh<'a> {
             end_to_end_seconds: Percentiles::of(since_arrival(|job| job.finished_at)),
             prediction_error_seconds: Percentiles::of(errors.collect()),
             worst_backlog_seconds: self.worst_backlog_seconds,
+            backlog_seconds_over_time: self.backlog_seconds_over_time.clone(),
+            backlog_interval_seconds: self.backlog_interval_seconds,
             imbalance: if mean > 0.0 { most / mean } else { 1.0 },
             computed_tokens_by_worker: computed,
             open_reservations: self.routers.iter().map(|router| router.book.reservations.len()).sum(),
             lost_batches: self.lost_batches,
             catch_ups: self.catch_ups,
+            refusals: self.refusals,
             claimed_blocks_by_router: self.routers.iter().map(Router::claimed_blocks).collect(),
             ledger_blocks: self.workers.iter().filter(|worker| worker.is_alive).map(|w| w.ledger.block_count()).sum(),
         }

@@ -49,6 +49,12 @@ pub struct MeshReport {
     pub prediction_error_seconds: Percentiles,
     /// The most uncomputed prompt that any worker ever had, in seconds of its work.
     pub worst_backlog_seconds: f64,
+    /// The same in intervals of equal length from the beginning of the trace to its last arrival; for a plot.
+    #[serde(skip)]
+    pub backlog_seconds_over_time: Vec<f64>,
+    /// Length of such an interval, seconds.
+    #[serde(skip)]
+    pub backlog_interval_seconds: f64,
     /// Tokens computed by the busiest worker, in parts of the mean.
     pub imbalance: f64,
     /// Prompt tokens computed.
@@ -59,6 +65,8 @@ pub struct MeshReport {
     pub lost_batches: u64,
     /// Times that missing batches were fetched.
     pub catch_ups: u64,
+    /// Times that a worker refused because more waited there than the router knew of.
+    pub refusals: u64,
     /// Pairs of block and holder that each router's index claims at the end.
     pub claimed_blocks_by_router: Vec<u64>,
     /// Blocks that the ledgers hold at the end.

@@ -32,6 +32,8 @@ pub(super) struct Choice {
     pub(super) predicted_cached_tokens: u64,
     /// To the first token; none for other scorers than `cost`.
     pub(super) predicted_seconds: Option<f64>,
+    /// Prompt tokens that may wait there; with more, another target is better.
+    pub(super) most_waiting_tokens: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -128,6 +130,21 @@ impl Router {
         self.index.mark_caught_up(&self.source(member), self.members[member].incarnation);
     }
 
+    /// A worker has refused what was chosen for it at a time.
+    pub(super) fn take_back(
+        &mut self,
+        choice_at: Duration,
+        member: usize,
+        reservation: ReservationId,
+        hashes: &[BlockHash],
+    ) {
+        self.book.reservations.release(reservation);
+        if let Some(known) = self.members.get(member) {
+            let holder = Holder { source: self.source(member), incarnation: known.incarnation };
+            self.recent.take_back(choice_at, &holder, hashes);
+        }
+    }
+
     /// Pairs of a block and a holder that the index claims.
     pub(super) fn claimed_blocks(&self) -> u64 {
         self.index.collect_garbage();
@@ -191,6 +208,7 @@ impl Router {
             reservation,
             predicted_cached_tokens: candidates[worker].matched_tokens(),
             predicted_seconds: terms.map(|terms| terms.queue + terms.prefill + terms.transfer),
+            most_waiting_tokens: kvist_schedule::most_waiting_tokens(&decision, &candidates),
         })
     }
 }

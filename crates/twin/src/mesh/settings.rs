@@ -98,6 +98,9 @@ pub struct MeshSettings {
     pub load_interval_seconds: f64,
     /// From a router to a worker, seconds.
     pub network_seconds: f64,
+    /// Times that workers may refuse a request because more waits there than its router knew of; 0 for routers that
+    /// decide once. See [`kvist_schedule::most_waiting_tokens`].
+    pub most_refusals: u32,
     /// Of all draws.
     pub seed: u64,
     /// What happens.
@@ -115,6 +118,7 @@ impl Default for MeshSettings {
             load_lag_seconds: 0.005,
             load_interval_seconds: 0.05,
             network_seconds: 0.000_5,
+            most_refusals: kvist_schedule::MOST_REFUSALS,
             seed: 1,
             incidents: Vec::new(),
         }

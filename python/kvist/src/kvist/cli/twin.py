@@ -28,7 +28,9 @@ def group() -> None:
 def run(
     trace: Annotated[str, typer.Option(help="file in Mooncake's format; or shared-prefix, multi-turn: made ones")],
     *,
-    policies: Annotated[str, typer.Option(help="names, with commas between")] = "cost,least_loaded",
+    policies: Annotated[
+        str, typer.Option(help="names, with commas between; parameters may follow, as in cost:recomputeWeight=1")
+    ] = "cost,least_loaded,most_overlap",
     workers: Annotated[int, typer.Option(min=1, max=1000)] = 8,
     blocks: Annotated[int, typer.Option(min=1, help="of 512 tokens, for each worker")] = 4096,
     routers: Annotated[int, typer.Option(min=1, max=100)] = 1,
@@ -38,8 +40,18 @@ def run(
     loss: Annotated[float, typer.Option(min=0, max=0.9, help="share of KV events that are lost")] = 0.0,
     spread: Annotated[bool, typer.Option("--spread", help="spread arrivals that were rounded to one time")] = False,
     burst: Annotated[float, typer.Option(min=0, help="arrivals of so many seconds come at once")] = 0.0,
+    speed: Annotated[float, typer.Option(help="requests come so many times as fast")] = 1.0,
+    begin: Annotated[float, typer.Option("--from", min=0, help="leave out what comes earlier, seconds")] = 0.0,
+    until: Annotated[float | None, typer.Option(min=0, help="leave out what comes then or later, seconds")] = None,
+    refusals: Annotated[
+        int, typer.Option(min=0, help="times that busier workers may refuse a request; 0: routers decide once")
+    ] = 16,
     incidents: Annotated[str, typer.Option(help='JSON, as [{"what":"join","at_seconds":60}]')] = "[]",
     seed: Annotated[int, typer.Option(min=0)] = 1,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="file for an SVG: hit rate against backlog and first token, and backlog over time"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run policies on a trace, each through the same mesh, and compare them.
@@ -53,6 +65,7 @@ def run(
         "event_lag_seconds": lag,
         "load_lag_seconds": lag,
         "event_loss": loss,
+        "most_refusals": refusals,
         "seed": seed,
     }
     try:
@@ -63,6 +76,9 @@ def run(
         "mesh": mesh,
         "policies": [name.strip() for name in policies.split(",") if name.strip()],
         "spread": spread,
+        "speed": speed,
+        "from_seconds": begin,
+        "until_seconds": until,
         "burst_seconds": burst,
     }
     text = ""
@@ -75,9 +91,14 @@ def run(
             hint = f"give a file, or one of {', '.join(MADE)}"
             raise fail(f"the trace cannot be read: {error}", hint, EXIT_USAGE) from None
     try:
-        study, table = _core.run_twin(json.dumps(request), text)
+        study, table, picture = _core.run_twin(json.dumps(request), text)
     except _core.CoreError as error:
         raise fail(from_core(error).message, "", EXIT_USAGE) from None
+    if plot is not None:
+        try:
+            plot.write_text(picture)
+        except OSError as error:
+            raise fail(f"the plot cannot be written: {error}", "", EXIT_USAGE) from None
     result = json.loads(study)
     if as_json:
         print_json(result)
@@ -101,5 +122,6 @@ def _described(settings: dict[str, Any]) -> str:
         )
     return (
         f"{described}; {settings['routers']} routers, events after {1000 * settings['event_lag_seconds']:g} ms, "
-        f"loads after {1000 * settings['load_lag_seconds']:g} ms; seed {settings['seed']}; all times in seconds"
+        f"loads after {1000 * settings['load_lag_seconds']:g} ms, "
+        f"at most {settings['most_refusals']} refusals; seed {settings['seed']}; all times in seconds"
     )
