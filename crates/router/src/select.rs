@@ -312,6 +312,7 @@ impl Selector {
             ..Request::default()
         };
         let pipeline = model.state.pipeline();
+        let now = self.started.elapsed();
         let (decision, reservation) = {
             let (health_now, mut breakers) = model.state.health.during_choice();
             if !breakers.is_all_well() {
@@ -319,7 +320,6 @@ impl Selector {
                     candidate.is_broken = breakers.is_broken(health_now, &candidate.target);
                 }
             }
-            let now = self.started.elapsed();
             // Decided and promised under one lock: two requests at once do not both see an idle target, nor probe one.
             let mut book = self.book.lock();
             book.describe(now, &mut candidates, &reports);
