@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "events": {"history", "index", "ledger", "blocks", "proto", "errors", "doors", "telemetry"},
     "worker": {"proto", "errors", "doors", "blocks", "ledger", "history", "events", "twin", "link", "telemetry"},
     "router": {"proto", "errors", "doors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
-    "edge": {"proto", "errors", "doors", "dialect", "router", "telemetry"},
+    "upstream": {"proto", "errors", "blocks", "schedule", "router", "telemetry"},
+    "edge": {"proto", "errors", "doors", "dialect", "router", "upstream", "telemetry"},
 }
 PURE = ("blocks", "index", "ledger", "schedule", "text", "dialect", "twin")
 IMPURE = re.compile(r"\b(std::(net|fs|process|env)\b|tokio::|SystemTime::now|Instant::now|thread::sleep|rand::rng\(\))")

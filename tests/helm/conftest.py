@@ -205,6 +205,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
                 "index_byte_budget": 4_294_967_296,
                 "default_deadline_seconds": 0.5,
                 "body_limit_bytes": 1024,
+                "first_token_timeout_seconds": 0,
+                "token_timeout_seconds": 7.5,
+                "body_timeout_seconds": 3,
+                "write_timeout_seconds": 4,
+                "upstreams": [
+                    {
+                        "name": "example",
+                        "url": "https://api.example.com/v1",
+                        "models": {"large": "example-large-2"},
+                        "api_key_file": "/etc/kvist-keys/example",
+                        "tls_ca_file": "/etc/kvist-keys/ca.pem",
+                        "connect_timeout_seconds": 2.5,
+                    }
+                ],
                 "drain_seconds": 12.5,
                 "worker_threads": 8,
                 "text_threads": 4,

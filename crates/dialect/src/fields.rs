@@ -13,6 +13,9 @@ pub(crate) const LONGEST_STOP_BYTES: usize = 1024;
 /// Stands for a `top_p` of 0.
 pub(crate) const SMALLEST_TOP_P: f32 = 1e-6;
 
+/// Most items of lists that cost something for each one, in all APIs.
+const MOST_ITEMS: [(&str, usize); 2] = [("messages", 10_000), ("tools", 1_024)];
+
 /// Most texts in `stop`.
 const MOST_STOPS: usize = 16;
 
@@ -24,13 +27,31 @@ pub(crate) struct Fields {
 impl Fields {
     pub(crate) fn parse(body: &[u8]) -> Result<Self, KvistError> {
         match serde_json::from_slice(body) {
-            Ok(Value::Object(map)) => Ok(Self { map }),
+            Ok(Value::Object(map)) => {
+                let fields = Self { map };
+                fields.check_lengths()?;
+                Ok(fields)
+            }
             Ok(_) => Err(KvistError::new(Code::InvalidArgument, "the body must be a JSON object")),
-            Err(error) => Err(KvistError::new(
-                Code::InvalidArgument,
-                format!("the body is not JSON: line {}, column {}", error.line(), error.column()),
-            )),
+            Err(error) => {
+                let why = error.to_string();
+                // The reader's own words, without the place, which they end with.
+                let why = why.rsplit_once(" at line ").map_or(why.as_str(), |(why, _)| why);
+                let (line, column) = (error.line(), error.column());
+                let message = format!("the body is not JSON: line {line}, column {column}: {why}");
+                Err(KvistError::new(Code::InvalidArgument, message))
+            }
         }
+    }
+
+    fn check_lengths(&self) -> Result<(), KvistError> {
+        for (name, most) in MOST_ITEMS {
+            let items = self.map.get(name).and_then(Value::as_array).map_or(0, Vec::len);
+            if items > most {
+                return Err(wrong(name, format!("may have at most {most} items")));
+            }
+        }
+        Ok(())
     }
 
     /// The value of a field; null counts as absent.
@@ -169,6 +190,26 @@ pub(crate) fn read_token_ids(field: &str, value: &Value) -> Result<Vec<u32>, Kvi
                 .ok_or_else(|| wrong(format!("{field}[{position}]"), "must be a token id"))
         })
         .collect()
+}
+
+/// What has to be known of a request that goes on as it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestHead {
+    /// Name of the model.
+    pub model: String,
+    /// Answer as it comes.
+    pub stream: bool,
+}
+
+/// Reads what a request is to be passed on by, and refuses what only the mesh may set.
+///
+/// # Errors
+/// The body is no JSON object, or these fields are wrong.
+pub fn parse_head(body: &[u8]) -> Result<RequestHead, KvistError> {
+    let mut fields = Fields::parse(body)?;
+    refuse_mesh_fields(&fields)?;
+    let model = read_model(&mut fields)?;
+    Ok(RequestHead { model, stream: fields.boolean("stream")?.unwrap_or(false) })
 }
 
 /// Name of the model.

@@ -16,6 +16,7 @@ mod tools;
 mod writer;
 
 pub use anthropic::{parse_count_tokens, parse_messages};
+pub use fields::{RequestHead, parse_head};
 pub use input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured};
 pub use openai::{parse_chat_completion, parse_completion};
 pub use output::{Call, CallDelta, Choice, ChoiceEnding, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};

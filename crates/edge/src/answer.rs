@@ -9,14 +9,15 @@ use bytes::{Bytes, BytesMut};
 use futures::StreamExt as _;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use kvist_dialect::{
-    AnswerHead, AnswerWriter, Call, Choice, Endpoint, FinishWord, parse_chat_completion, parse_completion,
-    parse_count_tokens, parse_detokenize, parse_messages, parse_response, parse_tokenize, write_tokens,
+    AnswerHead, AnswerWriter, Call, Choice, Endpoint, FinishWord, RequestHead, parse_chat_completion, parse_completion,
+    parse_count_tokens, parse_detokenize, parse_head, parse_messages, parse_response, parse_tokenize, write_tokens,
 };
 use kvist_errors::{Code, KvistError};
 use kvist_router::{
     CLASS_METADATA, CallDelta, CallHead, Caller, EventStream, Generate, GenerateEvent, Prompt, RequestContext,
     SESSION_METADATA,
 };
+use kvist_upstream::{Ask, Relayed, Upstreams};
 use tokio::sync::Semaphore;
 use tracing::Span;
 
@@ -25,7 +26,7 @@ use crate::{
     convert::{Form, in_words_of_the_api, logprobs, prompt_of, split},
 };
 
-const REQUEST_ID: &str = "x-request-id";
+pub(crate) const REQUEST_ID: &str = "x-request-id";
 /// What clients of the Anthropic API read.
 const ANTHROPIC_REQUEST_ID: &str = "request-id";
 
@@ -38,6 +39,7 @@ const PARSERS: usize = 2;
 /// What answers requests.
 pub(crate) struct Answerer {
     generate: Arc<dyn Generate>,
+    upstreams: Arc<Upstreams>,
     keep_alive: Duration,
     parsers: Semaphore,
 }
@@ -56,8 +58,12 @@ impl From<KvistError> for Refusal {
 }
 
 impl Answerer {
-    pub(crate) fn new(generate: Arc<dyn Generate>, keep_alive: Duration) -> Self {
-        Self { generate, keep_alive, parsers: Semaphore::new(PARSERS) }
+    pub(crate) fn new(generate: Arc<dyn Generate>, upstreams: Arc<Upstreams>, keep_alive: Duration) -> Self {
+        Self { generate, upstreams, keep_alive, parsers: Semaphore::new(PARSERS) }
+    }
+
+    pub(crate) fn upstreams(&self) -> &Upstreams {
+        &self.upstreams
     }
 
     pub(crate) fn generate(&self) -> &dyn Generate {
@@ -72,15 +78,25 @@ impl Answerer {
         caller: Caller,
         body: Bytes,
         span: Span,
+        new_id: impl FnOnce() -> String,
     ) -> Result<Response<EdgeBody>, Refusal> {
         let arrived = Instant::now();
         let now = now_unix_seconds();
+        let deadline = read_timeout(text_of(headers, "x-request-timeout-ms")).map(|left| arrived + left);
+        if !self.upstreams.is_empty() {
+            let head = self.parse_with(parse_head, body.clone()).await?;
+            if self.upstreams.serves(&head.model) {
+                let traceparent = text_of(headers, "traceparent").to_owned();
+                let ask = Ask { request_id: new_id().into(), traceparent, deadline };
+                return self.ask_upstream(endpoint, ask, head, body, now).await;
+            }
+        }
         let parsed = self.parse(endpoint, body).await?;
-        let (mut form, input) = split(parsed, now);
+        let (form, input) = split(parsed, now);
         let echo = self.echo(&form).await?;
         let context = RequestContext {
             request_id: text_of(headers, REQUEST_ID).to_owned(),
-            deadline: read_timeout(text_of(headers, "x-request-timeout-ms")).map(|left| arrived + left),
+            deadline,
             span,
             traceparent: text_of(headers, "traceparent").to_owned(),
             tracestate: text_of(headers, "tracestate").to_owned(),
@@ -91,6 +107,46 @@ impl Answerer {
             class: text_of(headers, CLASS_METADATA).to_owned(),
         };
         let events = self.generate.generate(context, input).await?;
+        self.write(endpoint, events, form, echo, now).await
+    }
+
+    /// Answers by a server outside the mesh. Where it speaks the client's API, its bytes go on as they are.
+    async fn ask_upstream(
+        &self,
+        endpoint: Endpoint,
+        ask: Ask,
+        head: RequestHead,
+        body: Bytes,
+        now: i64,
+    ) -> Result<Response<EdgeBody>, Refusal> {
+        let request_id = Arc::clone(&ask.request_id);
+        let refuse = |error| Refusal { error, request_id: Some(request_id.to_string()) };
+        let path = match endpoint {
+            Endpoint::ChatCompletions => "/chat/completions",
+            Endpoint::Completions => "/completions",
+            Endpoint::Messages | Endpoint::Responses => {
+                let (form, input) = split(self.parse(endpoint, body).await.map_err(refuse)?, now);
+                let events = self.upstreams.generate(ask, input).await.map_err(refuse)?;
+                return self.write(endpoint, events, form, String::new(), now).await;
+            }
+        };
+        let relayed = self.upstreams.relay(ask, path, &head.model, body, head.stream).await.map_err(refuse)?;
+        let mut response = match relayed {
+            Relayed::Stream(body) => event_stream(EdgeBody::Relayed(body)),
+            Relayed::Whole(whole) => json(whole.status, whole.body),
+        };
+        put_request_id(&mut response, false, &request_id);
+        Ok(response)
+    }
+
+    async fn write(
+        &self,
+        endpoint: Endpoint,
+        events: EventStream,
+        mut form: Form,
+        echo: String,
+        now: i64,
+    ) -> Result<Response<EdgeBody>, Refusal> {
         let request_id = events.request_id.to_string();
         let writer = AnswerWriter::new(AnswerHead {
             endpoint: form.endpoint,
@@ -178,25 +234,34 @@ impl Answerer {
         echo: String,
     ) -> Result<Response<EdgeBody>, KvistError> {
         // As long as nothing is written, a failure can still be an ordinary HTTP error.
-        let first = tokio::time::timeout(self.keep_alive, events.next()).await;
-        let mut batch = first.as_ref().ok().cloned().flatten();
-        if let Some([GenerateEvent::Failed(_)]) = batch.as_deref()
-            && let Some(GenerateEvent::Failed(error)) = batch.take().and_then(|mut batch| batch.pop())
-        {
-            return Err(error);
-        }
+        let batch = match tokio::time::timeout(self.keep_alive, events.next()).await {
+            Ok(Some(mut batch)) => {
+                if let [GenerateEvent::Failed(_)] = batch.as_slice()
+                    && let Some(GenerateEvent::Failed(error)) = batch.pop()
+                {
+                    return Err(error);
+                }
+                Some(batch)
+            }
+            Ok(None) => return Err(broke_off()),
+            Err(_) => None,
+        };
         let mut body = EventBody::new(events, writer, form, echo, self.keep_alive);
         match batch {
             Some(batch) => body.push(batch),
             None => body.push_keep_alive(),
         }
-        let mut response = Response::new(EdgeBody::Events(Box::new(body)));
-        let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        Ok(response)
+        Ok(event_stream(EdgeBody::Events(Box::new(body))))
     }
+}
+
+fn event_stream(body: EdgeBody) -> Response<EdgeBody> {
+    let mut response = Response::new(body);
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
 }
 
 /// One choice as it grows.
@@ -269,7 +334,12 @@ async fn whole(
             }
         }
     }
-    Err(KvistError::new(Code::Internal, "the answer broke off"))
+    Err(broke_off())
+}
+
+/// What the end of the events without a last one means.
+pub(crate) fn broke_off() -> KvistError {
+    KvistError::new(Code::Internal, "the answer broke off")
 }
 
 /// A JSON answer.
@@ -298,7 +368,7 @@ pub(crate) fn refuse(refusal: &Refusal, is_anthropic: bool) -> Response<EdgeBody
     response
 }
 
-fn put_request_id(response: &mut Response<EdgeBody>, is_anthropic: bool, request_id: &str) {
+pub(crate) fn put_request_id(response: &mut Response<EdgeBody>, is_anthropic: bool, request_id: &str) {
     let Ok(value) = HeaderValue::from_str(request_id) else { return };
     if is_anthropic {
         response.headers_mut().insert(ANTHROPIC_REQUEST_ID, value.clone());

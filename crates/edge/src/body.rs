@@ -11,12 +11,15 @@ use bytes::{Bytes, BytesMut};
 use futures::Stream as _;
 use http_body::{Body, Frame, SizeHint};
 use kvist_dialect::{AnswerWriter, ChoiceEnding, FinishWord, LogprobRun, UsageNumbers};
-use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::FinishReason;
 use kvist_router::{CallDelta, ChoiceEnd, EventStream, GenerateEvent, Usage};
+use kvist_upstream::RelayedBody;
 use tokio::time::Sleep;
 
-use crate::convert::{Form, logprobs};
+use crate::{
+    answer::broke_off,
+    convert::{Form, logprobs},
+};
 
 /// Bytes that an ordinary frame of events fits.
 const FRAME_BYTES: usize = 512;
@@ -27,6 +30,8 @@ pub(crate) enum EdgeBody {
     Whole(Option<Bytes>),
     /// Server-sent events.
     Events(Box<EventBody>),
+    /// Events of a server outside the mesh, as they come.
+    Relayed(RelayedBody),
 }
 
 impl EdgeBody {
@@ -47,6 +52,9 @@ impl Body for EdgeBody {
             Self::Whole(bytes) => {
                 Poll::Ready(bytes.take().filter(|bytes| !bytes.is_empty()).map(|b| Ok(Frame::data(b))))
             }
+            Self::Relayed(body) => {
+                body.as_mut().poll_next(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+            }
             Self::Events(body) => body.poll_bytes(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes)))),
         }
     }
@@ -55,13 +63,14 @@ impl Body for EdgeBody {
         match self {
             Self::Whole(bytes) => bytes.as_ref().is_none_or(Bytes::is_empty),
             Self::Events(body) => body.has_ended && body.pending.is_empty(),
+            Self::Relayed(_) => false,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Self::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
-            Self::Events(_) => SizeHint::default(),
+            Self::Events(_) | Self::Relayed(_) => SizeHint::default(),
         }
     }
 }
@@ -181,7 +190,7 @@ impl EventBody {
             match Pin::new(&mut self.events).poll_next(context) {
                 Poll::Ready(Some(batch)) => self.push(batch),
                 Poll::Ready(None) => {
-                    self.write(GenerateEvent::Failed(KvistError::new(Code::Internal, "the answer broke off")));
+                    self.write(GenerateEvent::Failed(broke_off()));
                 }
                 Poll::Pending => return self.poll_keep_alive(context),
             }

@@ -6,7 +6,9 @@
 mod answer;
 mod body;
 mod convert;
+mod patient;
 mod process;
+mod request_ids;
 mod routes;
 mod server;
 

@@ -6,11 +6,15 @@ use kvist_doors::{ClientTls, Door, DoorKind};
 use kvist_errors::{Code, KvistError};
 use kvist_router::{ApiKeys, GrpcServer, Router, RouterCore, RouterSettings, RouterStatus, maintain};
 use kvist_telemetry::{AdminServer, Metrics, ReadyFlag};
+use kvist_upstream::Upstreams;
 use serde::Serialize;
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::server::{EdgeServer, EdgeSettings};
+
+/// Time for the head of a request.
+const HEAD_TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// Time for connections to carry out the last events when the process stops.
 const CLOSING_TIME: Duration = Duration::from_secs(2);
@@ -58,6 +62,7 @@ impl RouterProcess {
         let tls = ClientTls::open(&settings.tls)?;
         let grpc_door = Door::open(&settings.grpc_door, DoorKind::Grpc)?;
         let http_door = Door::open(&settings.http_door, DoorKind::Http)?;
+        let upstreams = Arc::new(Upstreams::new(&settings, &metrics)?);
         let core = RouterCore::new(&settings, tls.as_ref(), &metrics, ready.clone());
         let cannot_listen = |field: &'static str| {
             move |error: std::io::Error| {
@@ -75,10 +80,13 @@ impl RouterProcess {
         let edge_settings = EdgeSettings {
             listen: settings.http_listen,
             body_limit_bytes: settings.body_limit_bytes,
+            head_timeout: HEAD_TIME_LIMIT,
+            body_timeout: Duration::from_millis(settings.body_timeout_ms),
+            write_timeout: Duration::from_millis(settings.write_timeout_ms),
             keep_alive_interval: Duration::from_millis(settings.keep_alive_interval_ms),
         };
         let generate = Arc::new(Router(Arc::clone(&core)));
-        let edge = EdgeServer::start(&edge_settings, &http_door, generate, Arc::clone(&keys), ready)
+        let edge = EdgeServer::start(&edge_settings, &http_door, generate, upstreams, Arc::clone(&keys), ready)
             .await
             .map_err(cannot_listen("http_listen"))?;
         let addresses = RouterAddresses {

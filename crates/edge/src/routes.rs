@@ -1,6 +1,6 @@
 //! What each path answers.
 
-use std::{convert::Infallible, sync::Arc};
+use std::{convert::Infallible, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode};
@@ -15,8 +15,9 @@ use serde::Serialize;
 use tracing::{Span, field::Empty};
 
 use crate::{
-    answer::{Answerer, Refusal, json, refuse, text_of},
+    answer::{Answerer, REQUEST_ID, Refusal, json, put_request_id, refuse, text_of},
     body::EdgeBody,
+    request_ids::RequestIds,
 };
 
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
@@ -25,12 +26,27 @@ const RESPONSES: &str = "/v1/responses";
 const MESSAGES: &str = "/v1/messages";
 const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 
+/// Most bytes of all names and values of headers. Above about 400 KB the HTTP library refuses them itself, in no form.
+const HEADERS_LIMIT_BYTES: usize = 32 * 1024;
+
+/// What is read of a body that was refused already, so that a client that is still sending gets to read why.
+const LINGER_BYTES: usize = 16 * 1024 * 1024;
+const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Limits of a body.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BodyLimits {
+    pub(crate) bytes: usize,
+    pub(crate) time: Duration,
+}
+
 /// Everything that a connection needs to answer.
 pub(crate) struct Routes {
-    pub(crate) answerer: Answerer,
-    pub(crate) keys: Arc<ApiKeys>,
-    pub(crate) ready: ReadyFlag,
-    pub(crate) body_limit_bytes: usize,
+    answerer: Answerer,
+    keys: Arc<ApiKeys>,
+    ready: ReadyFlag,
+    limits: BodyLimits,
+    ids: RequestIds,
 }
 
 #[derive(Serialize)]
@@ -66,19 +82,36 @@ struct Version {
 }
 
 impl Routes {
+    pub(crate) fn new(answerer: Answerer, keys: Arc<ApiKeys>, ready: ReadyFlag, limits: BodyLimits) -> Self {
+        Self { answerer, keys, ready, limits, ids: RequestIds::new() }
+    }
+
     pub(crate) async fn serve(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Infallible> {
-        let echoed = text_of(request.headers(), "x-request-id").to_owned();
+        let asked_id = RequestIds::of_client(text_of(request.headers(), REQUEST_ID));
         let is_anthropic = matches!(request.uri().path(), MESSAGES | COUNT_TOKENS);
-        Ok(self.route(request).await.unwrap_or_else(|mut refusal| {
-            // A request that was refused before it got an id keeps the client's.
-            if refusal.request_id.is_none() && !echoed.is_empty() {
-                refusal.request_id = Some(echoed);
+        // A request that was answered before the router gave it an id keeps the client's, or gets one here.
+        let own_id = || asked_id.unwrap_or_else(|| self.ids.next());
+        match self.route(request).await {
+            Ok(mut response) => {
+                if !response.headers().contains_key(REQUEST_ID) {
+                    put_request_id(&mut response, is_anthropic, &own_id());
+                }
+                Ok(response)
             }
-            refuse(&refusal, is_anthropic)
-        }))
+            Err(mut refusal) => {
+                refusal.request_id = Some(refusal.request_id.unwrap_or_else(own_id));
+                Ok(refuse(&refusal, is_anthropic))
+            }
+        }
     }
 
     async fn route(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Refusal> {
+        let headers_bytes: usize =
+            request.headers().iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+        if headers_bytes > HEADERS_LIMIT_BYTES {
+            let message = format!("the headers are larger than {HEADERS_LIMIT_BYTES} bytes");
+            return Err(KvistError::new(Code::HeadersTooLarge, message).into());
+        }
         let path = request.uri().path();
         match (request.method(), path) {
             (&Method::POST, CHAT_COMPLETIONS) => {
@@ -92,7 +125,7 @@ impl Routes {
             (&Method::POST, "/detokenize") => Ok(self.answerer.detokenize(self.body_of(request).await?).await?),
             (&Method::GET, "/v1/models") => {
                 self.check_key(request.headers())?;
-                let models = self.answerer.generate().models().await?;
+                let models = self.models().await?;
                 let data = models.iter().map(ModelEntry::from).collect();
                 Ok(write(&ModelList { object: "list", data }))
             }
@@ -106,7 +139,7 @@ impl Routes {
                 self.check_key(request.headers())?;
                 // Names may hold slashes, and clients escape them or not.
                 let name = unescape(path.trim_start_matches("/v1/models/"));
-                let models = self.answerer.generate().models().await?;
+                let models = self.models().await?;
                 let model = models.iter().find(|model| model.name == name).ok_or_else(|| {
                     KvistError::field(Code::UnknownModel, "model", format!("there is no model \"{name}\""))
                 })?;
@@ -114,6 +147,17 @@ impl Routes {
             }
             (method, path) => Err(KvistError::new(Code::NotFound, format!("there is no {method} {path}")).into()),
         }
+    }
+
+    /// The mesh's models, and behind them those of servers outside it.
+    async fn models(&self) -> Result<Vec<ModelSummary>, KvistError> {
+        let mut models = self.answerer.generate().models().await?;
+        for name in self.answerer.upstreams().models() {
+            if models.iter().all(|model| model.name != name) {
+                models.push(ModelSummary { name: name.to_owned(), ..ModelSummary::default() });
+            }
+        }
+        Ok(models)
     }
 
     fn check_key(&self, headers: &HeaderMap) -> Result<kvist_router::Caller, KvistError> {
@@ -128,7 +172,8 @@ impl Routes {
     /// The body of a request that may ask.
     async fn body_of(&self, request: Request<Incoming>) -> Result<Bytes, KvistError> {
         self.check_key(request.headers())?;
-        self.read(request.into_body()).await
+        let (parts, body) = request.into_parts();
+        self.read(&parts.headers, body).await
     }
 
     async fn complete(
@@ -171,22 +216,32 @@ impl Routes {
         span: &Span,
     ) -> Result<Response<EdgeBody>, Refusal> {
         let caller = self.check_key(headers)?;
-        let body = self.read(body).await?;
-        self.answerer.answer(endpoint, headers, caller, body, span.clone()).await
+        let body = self.read(headers, body).await?;
+        let new_id = || RequestIds::of_client(text_of(headers, REQUEST_ID)).unwrap_or_else(|| self.ids.next());
+        self.answerer.answer(endpoint, headers, caller, body, span.clone(), new_id).await
     }
 
-    async fn read(&self, body: Incoming) -> Result<Bytes, KvistError> {
-        let limit = self.body_limit_bytes;
-        let too_large = || KvistError::new(Code::RequestTooLarge, format!("the body is larger than {limit} bytes"));
+    async fn read(&self, headers: &HeaderMap, mut body: Incoming) -> Result<Bytes, KvistError> {
+        let BodyLimits { bytes: limit, time } = self.limits;
+        let deadline = tokio::time::Instant::now() + time;
         // A stated length is believed before a byte is read.
-        if body.size_hint().lower() > limit as u64 {
-            return Err(too_large());
+        let is_too_large = body.size_hint().lower() > limit as u64
+            || match tokio::time::timeout_at(deadline, Limited::new(&mut body, limit).collect()).await {
+                Ok(Ok(collected)) => return Ok(collected.to_bytes()),
+                Ok(Err(error)) if error.is::<LengthLimitError>() => true,
+                Ok(Err(_)) => return Err(KvistError::new(Code::Cancelled, "the body broke off")),
+                Err(_) => {
+                    let message = format!("the body was not complete after {} s", time.as_secs_f64());
+                    return Err(KvistError::new(Code::BodyTimeout, message));
+                }
+            };
+        debug_assert!(is_too_large);
+        // Who asks first whether to send is told before it does.
+        if !headers.contains_key(http::header::EXPECT) {
+            let lingering = Limited::new(body, LINGER_BYTES).collect();
+            let _ = tokio::time::timeout(LINGER_TIME, lingering).await;
         }
-        match Limited::new(body, limit).collect().await {
-            Ok(collected) => Ok(collected.to_bytes()),
-            Err(error) if error.is::<LengthLimitError>() => Err(too_large()),
-            Err(_) => Err(KvistError::new(Code::Cancelled, "the body broke off")),
-        }
+        Err(KvistError::new(Code::RequestTooLarge, format!("the body is larger than {limit} bytes")))
     }
 }
 

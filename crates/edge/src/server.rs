@@ -8,19 +8,25 @@ use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
     server::conn::auto,
 };
-use kvist_doors::{Door, DoorStream, Incoming};
+use kvist_doors::{Door, Incoming};
 use kvist_router::{ApiKeys, Generate};
 use kvist_telemetry::ReadyFlag;
-use tokio::net::TcpListener;
+use kvist_upstream::Upstreams;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpListener,
+};
 use tokio_util::{
     sync::CancellationToken,
     task::{AbortOnDropHandle, TaskTracker},
 };
 
-use crate::{answer::Answerer, routes::Routes};
+use crate::{
+    answer::Answerer,
+    patient::PatientIo,
+    routes::{BodyLimits, Routes},
+};
 
-/// Time for the head of a request.
-const HEAD_TIME_LIMIT: Duration = Duration::from_secs(30);
 /// Requests at once on one HTTP/2 connection.
 const STREAMS: u32 = 1024;
 /// Wait after an accept that failed, as when file descriptors run out.
@@ -33,6 +39,12 @@ pub struct EdgeSettings {
     pub listen: String,
     /// Largest body.
     pub body_limit_bytes: usize,
+    /// Time for the head of a request.
+    pub head_timeout: Duration,
+    /// Time for the body of a request, once its head has come.
+    pub body_timeout: Duration,
+    /// Time for which a client may take nothing of what is to be written to it.
+    pub write_timeout: Duration,
     /// Time without an event after which a stream gets a comment line.
     pub keep_alive_interval: Duration,
 }
@@ -56,20 +68,25 @@ impl EdgeServer {
         settings: &EdgeSettings,
         door: &Arc<Door>,
         generate: Arc<dyn Generate>,
+        upstreams: Arc<Upstreams>,
         keys: Arc<ApiKeys>,
         ready: ReadyFlag,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind(&settings.listen).await?;
         let address = listener.local_addr()?;
-        let routes = Arc::new(Routes {
-            answerer: Answerer::new(generate, settings.keep_alive_interval),
-            keys,
-            ready,
-            body_limit_bytes: settings.body_limit_bytes,
-        });
+        let limits = BodyLimits { bytes: settings.body_limit_bytes, time: settings.body_timeout };
+        let answerer = Answerer::new(generate, upstreams, settings.keep_alive_interval);
+        let routes = Arc::new(Routes::new(answerer, keys, ready, limits));
+        let times = ConnectionTimes { head: settings.head_timeout, write: settings.write_timeout };
         let (closing, ending, connections) = (CancellationToken::new(), CancellationToken::new(), TaskTracker::new());
-        let accepting =
-            tokio::spawn(accept(door.incoming(listener), routes, closing.clone(), ending.clone(), connections.clone()));
+        let accepting = tokio::spawn(accept(
+            door.incoming(listener),
+            routes,
+            times,
+            closing.clone(),
+            ending.clone(),
+            connections.clone(),
+        ));
         Ok(Self { address, closing, ending, connections, _accepting: AbortOnDropHandle::new(accepting) })
     }
 
@@ -97,9 +114,17 @@ impl Drop for EdgeServer {
     }
 }
 
+/// Times of a connection.
+#[derive(Clone, Copy, Debug)]
+struct ConnectionTimes {
+    head: Duration,
+    write: Duration,
+}
+
 async fn accept(
     mut incoming: Incoming,
     routes: Arc<Routes>,
+    times: ConnectionTimes,
     closing: CancellationToken,
     ending: CancellationToken,
     connections: TaskTracker,
@@ -112,7 +137,7 @@ async fn accept(
         match accepted {
             None => return,
             Some(Ok(stream)) => {
-                connections.spawn(serve(stream, Arc::clone(&routes), closing.clone(), ending.clone()));
+                connections.spawn(serve(stream, Arc::clone(&routes), times, closing.clone(), ending.clone()));
             }
             Some(Err(error)) => {
                 tracing::warn!(%error, "accept_failed");
@@ -122,16 +147,24 @@ async fn accept(
     }
 }
 
-async fn serve(stream: DoorStream, routes: Arc<Routes>, closing: CancellationToken, ending: CancellationToken) {
+async fn serve<S>(
+    stream: S,
+    routes: Arc<Routes>,
+    times: ConnectionTimes,
+    closing: CancellationToken,
+    ending: CancellationToken,
+) where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let mut builder = auto::Builder::new(TokioExecutor::new());
     // Events are small: copying one behind its chunk's size is cheaper than a list of buffers for each write.
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME_LIMIT).writev(false);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(times.head).writev(false);
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(STREAMS);
     let service = service_fn(move |request| {
         let routes = Arc::clone(&routes);
         async move { routes.serve(request).await }
     });
-    let connection = builder.serve_connection(TokioIo::new(stream), service);
+    let connection = builder.serve_connection(TokioIo::new(PatientIo::new(stream, times.write)), service);
     tokio::pin!(connection);
     tokio::select! {
         biased;
@@ -145,3 +178,7 @@ async fn serve(stream: DoorStream, routes: Arc<Routes>, closing: CancellationTok
         () = ending.cancelled() => {}
     }
 }
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

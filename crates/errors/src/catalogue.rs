@@ -107,6 +107,16 @@ codes! {
     EngineFailed = "ENGINE_FAILED", Internal, 500, "server_error", "engine_failed", "api_error", false, "The engine failed on this request";
     /// Time is up.
     DeadlineExceeded = "DEADLINE_EXCEEDED", DeadlineExceeded, 504, "timeout_error", "deadline_exceeded", "timeout_error", true, "The deadline passed";
+    /// No connection in time.
+    ConnectTimeout = "CONNECT_TIMEOUT", DeadlineExceeded, 504, "timeout_error", "connect_timeout", "timeout_error", true, "The engine did not take the request in time";
+    /// No first token in time.
+    FirstTokenTimeout = "FIRST_TOKEN_TIMEOUT", DeadlineExceeded, 504, "timeout_error", "first_token_timeout", "timeout_error", true, "The first token did not come in time";
+    /// Silence after a token.
+    TokenTimeout = "TOKEN_TIMEOUT", DeadlineExceeded, 504, "timeout_error", "token_timeout", "timeout_error", true, "The next token did not come in time";
+    /// The body did not come.
+    BodyTimeout = "BODY_TIMEOUT", DeadlineExceeded, 408, "invalid_request_error", "body_timeout", "invalid_request_error", false, "The body of the request did not come in time";
+    /// Too many bytes before the body.
+    HeadersTooLarge = "HEADERS_TOO_LARGE", ResourceExhausted, 431, "request_too_large", "headers_too_large", "request_too_large", false, "The headers are larger than the limit";
     /// The client went away.
     Cancelled = "CANCELLED", Cancelled, 499, "invalid_request_error", "cancelled", "invalid_request_error", false, "The client ended the request";
     /// The client does not read.
@@ -257,12 +267,12 @@ mod tests {
                 tonic::Code::PermissionDenied => &[403],
                 tonic::Code::NotFound => &[404],
                 tonic::Code::AlreadyExists | tonic::Code::Aborted => &[409],
-                tonic::Code::ResourceExhausted => &[413, 429],
+                tonic::Code::ResourceExhausted => &[413, 429, 431],
                 tonic::Code::Cancelled => &[499],
                 tonic::Code::Internal => &[500],
                 tonic::Code::Unimplemented => &[501],
                 tonic::Code::Unavailable => &[503],
-                tonic::Code::DeadlineExceeded => &[504],
+                tonic::Code::DeadlineExceeded => &[408, 504],
                 other => panic!("{other:?} has no HTTP status"),
             };
             assert!(expected.contains(&code.http_status()), "{}", code.name());

@@ -36,6 +36,7 @@ use crate::{
     quarantine::Quarantine,
     select::{Demand, Needs, Selector},
     settings::RouterSettings,
+    stages::StageLimits,
     start::session_of,
     text::{TextCache, TextPool},
 };
@@ -47,6 +48,7 @@ const LONGEST_REQUEST_ID: usize = 128;
 pub struct RouterCore {
     name: String,
     default_deadline: Duration,
+    pub(crate) stage_limits: StageLimits,
     /// Until when requests wait for the first target of their model.
     pub(crate) starting_until: Instant,
     view: ArcSwap<ClusterView>,
@@ -147,6 +149,7 @@ impl RouterCore {
         Arc::new(Self {
             name: settings.name.clone(),
             default_deadline: Duration::from_millis(settings.default_deadline_ms),
+            stage_limits: settings.stage_limits(),
             starting_until: Instant::now() + Duration::from_millis(settings.startup_wait_ms),
             view: ArcSwap::default(),
             has_state: false.into(),

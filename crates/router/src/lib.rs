@@ -31,9 +31,11 @@ mod select;
 mod server;
 mod service;
 mod settings;
+mod stages;
 mod start;
 mod target;
 mod text;
+mod upstream_settings;
 
 pub use cluster::StateVersion;
 pub use core::{RouterCore, RouterStatus};
@@ -48,7 +50,9 @@ pub use routing::{AdmissionSettings, RoutingSettings};
 pub use server::GrpcServer;
 pub use service::{CLASS_METADATA, SESSION_METADATA};
 pub use settings::RouterSettings;
+pub use stages::{StageLimits, StageTimer};
 pub use start::Router;
+pub use upstream_settings::UpstreamSettings;
 
 /// Why settings of routing or admission are refused.
 pub use kvist_schedule::ConfigError;

@@ -25,8 +25,9 @@ use crate::{
     explain::Ending,
     generate::GenerateEvent,
     health::{report_of, report_of_silence},
-    record::{CANCELLED, RequestRecord, record_failure},
+    record::{RequestRecord, record_failure},
     select::{Demand, Placement},
+    stages::StageTimer,
 };
 
 /// Placements of a request: the first, and one more when its engine was lost before the first token.
@@ -58,6 +59,7 @@ pub(crate) struct Life {
     has_tokens: bool,
     deadline: Pin<Box<Sleep>>,
     stopped: Pin<Box<WaitForCancellationFutureOwned>>,
+    stages: StageTimer,
     /// Last, so that the reservation is gone before the request is counted as ended.
     record: RequestRecord,
 }
@@ -79,6 +81,7 @@ enum Woken {
     Door(Result<(), KvistError>),
     Event(Option<RequestEvent>),
     Deadline,
+    Stage(KvistError),
     Stopped,
 }
 
@@ -93,6 +96,7 @@ impl Life {
         record: RequestRecord,
     ) -> Self {
         let stopped = Box::pin(core.stopped.clone().cancelled_owned());
+        let stages = StageTimer::new(core.stage_limits);
         Self {
             core,
             model,
@@ -107,6 +111,7 @@ impl Life {
             has_tokens: false,
             deadline: Box::pin(tokio::time::sleep_until(deadline)),
             stopped,
+            stages,
             record,
         }
     }
@@ -199,6 +204,7 @@ impl Life {
         };
         let stream = connection.link.start(request);
         let expected_first_token = decision.predicted_first_token_seconds();
+        self.stages.placed();
         self.placed = Some(Placed {
             stream,
             placement,
@@ -240,6 +246,7 @@ impl Life {
                     biased;
                     event = placed.stream.next() => Woken::Event(event),
                     () = &mut self.deadline => Woken::Deadline,
+                    error = self.stages.expired() => Woken::Stage(error),
                     () = &mut self.stopped => Woken::Stopped,
                 }
             };
@@ -272,6 +279,13 @@ impl Life {
                     }
                     self.fail(late(), &mut events);
                 }
+                Woken::Stage(error) => {
+                    if let Some(placed) = &self.placed {
+                        placed.stream.abort(AbortReason::Deadline);
+                    }
+                    self.report(Report::TimedOut);
+                    self.fail(error, &mut events);
+                }
                 Woken::Stopped => {
                     self.fail(KvistError::new(Code::Draining, "the router is being stopped"), &mut events);
                 }
@@ -295,6 +309,9 @@ impl Life {
     fn take(&mut self, event: RequestEvent, events: &mut Vec<GenerateEvent>) {
         match event {
             RequestEvent::Delta(delta) => {
+                if !delta.token_ids.is_empty() {
+                    self.stages.saw_tokens();
+                }
                 if !self.has_tokens && !delta.token_ids.is_empty() {
                     self.has_tokens = true;
                     self.record.first_token();
@@ -450,12 +467,19 @@ impl Life {
 
 impl Drop for Life {
     fn drop(&mut self) {
-        if let Some(placed) = &self.placed {
-            placed.span.record(names::OUTCOME, CANCELLED);
-            // Nothing was learned, and a probe that nobody waits for is over.
-            self.report(Report::ClientError);
-            self.note_usage();
+        let Some(placed) = &mut self.placed else { return };
+        // Whoever closes a connection that takes nothing more drops what had ended for that very reason.
+        while let Some(event) = placed.stream.try_next() {
+            if let RequestEvent::Failed(error) = event
+                && error.code == Code::SlowClient
+            {
+                self.record.failed(error.code);
+            }
         }
+        placed.span.record(names::OUTCOME, self.record.outcome());
+        // Nothing was learned, and a probe that nobody waits for is over.
+        self.report(Report::ClientError);
+        self.note_usage();
     }
 }
 

@@ -68,6 +68,17 @@ pub(crate) struct DirectionLabel {
     pub(crate) direction: &'static str,
 }
 
+/// Times by model.
+pub(crate) type ModelHistogram = Family<ModelLabel, Histogram, fn() -> Histogram>;
+
+fn latencies() -> Histogram {
+    Histogram::new(latency_buckets_seconds())
+}
+
+fn by_model() -> ModelHistogram {
+    Family::new_with_constructor(latencies)
+}
+
 /// Why something was not done.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct ReasonLabel {
@@ -84,8 +95,10 @@ pub(crate) struct RouterMetrics {
     pub(crate) refusals: Counter,
     pub(crate) decision_seconds: Histogram,
     pub(crate) tokenize_seconds: Histogram,
-    pub(crate) first_token_seconds: Histogram,
-    pub(crate) request_seconds: Histogram,
+    pub(crate) first_token_seconds: ModelHistogram,
+    pub(crate) time_per_token_seconds: ModelHistogram,
+    pub(crate) engine_queue_seconds: ModelHistogram,
+    pub(crate) request_seconds: ModelHistogram,
     pub(crate) prompt_tokens: Counter,
     pub(crate) completion_tokens: Counter,
     pub(crate) predicted_cached_tokens: Counter,
@@ -119,7 +132,6 @@ impl RouterMetrics {
     }
 
     pub(crate) fn new(metrics: &Metrics) -> Self {
-        let histogram = || Histogram::new(latency_buckets_seconds());
         Self {
             requests: metrics.register(names::ROUTER_REQUESTS, "Requests by how they ended.", Family::default()),
             active: metrics.register(names::ROUTER_ACTIVE_REQUESTS, "Requests that run or wait.", Gauge::default()),
@@ -137,22 +149,32 @@ impl RouterMetrics {
             decision_seconds: metrics.register(
                 names::ROUTER_DECISION_SECONDS,
                 "Time of one decision, hashing included.",
-                histogram(),
+                latencies(),
             ),
             tokenize_seconds: metrics.register(
                 names::ROUTER_TOKENIZE_SECONDS,
                 "Time of rendering and tokenizing.",
-                histogram(),
+                latencies(),
             ),
             first_token_seconds: metrics.register(
                 names::ROUTER_TIME_TO_FIRST_TOKEN_SECONDS,
                 "From arrival to the first token.",
-                histogram(),
+                by_model(),
+            ),
+            time_per_token_seconds: metrics.register(
+                names::ROUTER_TIME_PER_OUTPUT_TOKEN_SECONDS,
+                "From the first token to the end, for each further token: one value for each request.",
+                by_model(),
+            ),
+            engine_queue_seconds: metrics.register(
+                names::ROUTER_ENGINE_QUEUE_SECONDS,
+                "Time in the engine's queue, as its receipt says.",
+                by_model(),
             ),
             request_seconds: metrics.register(
                 names::ROUTER_REQUEST_SECONDS,
                 "From arrival to the end of the answer.",
-                histogram(),
+                by_model(),
             ),
             prompt_tokens: metrics.register(names::ROUTER_PROMPT_TOKENS, "Prompt tokens.", Counter::default()),
             completion_tokens: metrics.register(
@@ -179,7 +201,7 @@ impl RouterMetrics {
             queue_seconds: metrics.register(
                 names::ROUTER_QUEUE_SECONDS,
                 "Time that requests waited at the door.",
-                histogram(),
+                latencies(),
             ),
             admission_refusals: metrics.register(
                 names::ROUTER_ADMISSION_REFUSALS,

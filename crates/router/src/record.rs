@@ -13,7 +13,7 @@ use crate::{
     core::RouterCore,
     explain::{Ending, SeenDecision},
     generate::{GenerateInput, Prompt, Usage},
-    metrics::RequestLabels,
+    metrics::{ModelLabel, RequestLabels},
 };
 
 /// The outcome of a request whose client went away.
@@ -111,12 +111,16 @@ impl RequestRecord {
             let now = Instant::now();
             self.first_token = Some(now);
             let seconds = (now - self.arrived).as_secs_f64();
-            self.core.metrics.first_token_seconds.observe(seconds);
+            self.core.metrics.first_token_seconds.get_or_create(&self.model_label()).observe(seconds);
             self.span.record(names::TIME_TO_FIRST_CHUNK, seconds);
             if let (Some(decision), Some(decided)) = (&self.decision, self.decided) {
                 self.core.metrics.decisions.answered(decision, (now - decided).as_secs_f64());
             }
         }
+    }
+
+    fn model_label(&self) -> ModelLabel {
+        ModelLabel { model: self.model.to_string() }
     }
 
     /// It ended well.
@@ -174,11 +178,23 @@ impl Drop for RequestRecord {
         self.record_end();
         let duration = self.arrived.elapsed();
         let metrics = &self.core.metrics;
-        metrics.request_seconds.observe(duration.as_secs_f64());
+        let model = self.model_label();
+        metrics.request_seconds.get_or_create(&model).observe(duration.as_secs_f64());
+        if let Some(first) = self.first_token
+            && let Some(further) = self.usage.completion_tokens.checked_sub(1).filter(|further| *further > 0)
+            && self.error_code.is_none()
+        {
+            let seconds = first.elapsed().as_secs_f64() / f64::from(further);
+            metrics.time_per_token_seconds.get_or_create(&model).observe(seconds);
+        }
+        let queue = self.receipt.and_then(|receipt| receipt.queue_duration);
+        if let Some(queue) = queue.and_then(|queue| Duration::try_from(queue).ok()) {
+            metrics.engine_queue_seconds.get_or_create(&model).observe(queue.as_secs_f64());
+        }
         metrics
             .requests
             .get_or_create(&RequestLabels {
-                model: self.model.to_string(),
+                model: model.model,
                 outcome: self.outcome.to_owned(),
                 surface: self.door.to_owned(),
             })
@@ -198,7 +214,6 @@ impl Drop for RequestRecord {
         }
         let chosen = self.decision.as_ref().and_then(|decision| decision.chosen_candidate());
         let matched = chosen.filter(|seen| seen.claim.is_some()).map(|seen| u64::from(seen.matched_blocks()));
-        let queue = self.receipt.and_then(|receipt| receipt.queue_duration);
         RequestLine {
             request_id: self.request_id.to_string(),
             trace_id: self.trace_id.take(),

@@ -1,13 +1,17 @@
 //! What a router is started with.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use kvist_doors::{ClientTlsSettings, DoorSettings};
 use kvist_errors::{Code, KvistError};
 use kvist_events::{BusSettings, EventsError};
 use serde::Deserialize;
 
-use crate::routing::{AdmissionSettings, RoutingSettings};
+use crate::{
+    routing::{AdmissionSettings, RoutingSettings},
+    stages::StageLimits,
+    upstream_settings::UpstreamSettings,
+};
 
 /// Settings of a router, as JSON.
 #[derive(Clone, Debug, Deserialize)]
@@ -41,6 +45,14 @@ pub struct RouterSettings {
     pub index_byte_budget_bytes: u64,
     /// Time a request may take when its client states none.
     pub default_deadline_ms: u64,
+    /// Time from the placement of a request to its first token; 0 for no limit but the deadline.
+    pub first_token_timeout_ms: u64,
+    /// Time from a token to the next one; 0 for no limit but the deadline.
+    pub token_timeout_ms: u64,
+    /// Time for the body of a request, once its head has come.
+    pub body_timeout_ms: u64,
+    /// Time for which a client may take nothing of what is to be written to it, before its connection is closed.
+    pub write_timeout_ms: u64,
     /// After the start, requests wait until this time for the first target of their model instead of being refused:
     /// known workers are still being connected to.
     pub startup_wait_ms: u64,
@@ -54,6 +66,8 @@ pub struct RouterSettings {
     pub explained_requests: usize,
     /// Tokens that wait for a slow client, for each request; more end it.
     pub request_buffer_tokens: usize,
+    /// OpenAI-compatible servers outside the mesh.
+    pub upstreams: Vec<UpstreamSettings>,
     /// How targets are chosen for models that do not say it: `{preset, filters, scorers, picker}`.
     pub routing: RoutingSettings,
     /// Who may start at once, for models that do not say it: `"allow_all"` or `{concurrency: {...}}`.
@@ -77,12 +91,17 @@ impl Default for RouterSettings {
             api_keys_file: None,
             index_byte_budget_bytes: 256 * 1024 * 1024,
             default_deadline_ms: 600_000,
+            first_token_timeout_ms: 300_000,
+            token_timeout_ms: 120_000,
+            body_timeout_ms: 60_000,
+            write_timeout_ms: 30_000,
             startup_wait_ms: 5_000,
-            body_limit_bytes: 32 * 1024 * 1024,
+            body_limit_bytes: 64 * 1024 * 1024,
             keep_alive_interval_ms: 10_000,
             text_threads: 0,
             explained_requests: 10_000,
             request_buffer_tokens: 16_384,
+            upstreams: Vec::new(),
             routing: RoutingSettings::default(),
             admission: AdmissionSettings::default(),
         }
@@ -105,6 +124,8 @@ impl RouterSettings {
         for (field, value) in [
             ("default_deadline_ms", settings.default_deadline_ms),
             ("keep_alive_interval_ms", settings.keep_alive_interval_ms),
+            ("body_timeout_ms", settings.body_timeout_ms),
+            ("write_timeout_ms", settings.write_timeout_ms),
             ("body_limit_bytes", settings.body_limit_bytes as u64),
             ("request_buffer_tokens", settings.request_buffer_tokens as u64),
         ] {
@@ -112,7 +133,15 @@ impl RouterSettings {
                 return Err(KvistError::field(Code::InvalidArgument, field, "must be above 0"));
             }
         }
+        UpstreamSettings::check(&settings.upstreams)?;
         Ok(settings)
+    }
+
+    /// How long the stages of a request may take.
+    #[must_use]
+    pub fn stage_limits(&self) -> StageLimits {
+        let limit = |milliseconds: u64| (milliseconds > 0).then(|| Duration::from_millis(milliseconds));
+        StageLimits { first_token: limit(self.first_token_timeout_ms), token: limit(self.token_timeout_ms) }
     }
 
     /// How to reach the bus, once the cluster's name is known; none without a bus.

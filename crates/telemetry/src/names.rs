@@ -28,8 +28,16 @@ names! { METRICS:
     ROUTER_TOKENIZE_SECONDS = "kvist_router_tokenize_seconds";
     /// From arrival to the first token.
     ROUTER_TIME_TO_FIRST_TOKEN_SECONDS = "kvist_router_time_to_first_token_seconds";
+    /// From the first token to the end of the answer, for each further token.
+    ROUTER_TIME_PER_OUTPUT_TOKEN_SECONDS = "kvist_router_time_per_output_token_seconds";
+    /// Time in the engine's queue.
+    ROUTER_ENGINE_QUEUE_SECONDS = "kvist_router_engine_queue_seconds";
     /// From arrival to the end of the answer.
     ROUTER_REQUEST_SECONDS = "kvist_router_request_seconds";
+    /// Requests to servers outside the mesh by upstream and outcome.
+    UPSTREAM_REQUESTS = "kvist_upstream_requests_total";
+    /// Requests that run at servers outside the mesh.
+    UPSTREAM_ACTIVE_REQUESTS = "kvist_upstream_active_requests";
     /// Prompt tokens of all requests.
     ROUTER_PROMPT_TOKENS = "kvist_router_prompt_tokens_total";
     /// Generated tokens of all requests.

@@ -67,6 +67,13 @@ impl ScriptedEngine {
         *self.script.lock() = script;
     }
 
+    /// More text for what is held. False when nothing is.
+    pub fn say(&self, text: &str) -> bool {
+        let running = self.running.lock();
+        running.values().for_each(|(sink, _)| say(sink, text));
+        !running.is_empty()
+    }
+
     /// More text for what is held, and its end.
     pub fn release(&self, text: &str) {
         for (_, (sink, prompt)) in self.running.lock().drain() {

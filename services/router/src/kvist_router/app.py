@@ -51,6 +51,11 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "admin_listen": settings.telemetry.admin_listen,
         "index_byte_budget_bytes": settings.index_byte_budget,
         "default_deadline_ms": int(settings.default_deadline_seconds * 1000),
+        "first_token_timeout_ms": int(settings.first_token_timeout_seconds * 1000),
+        "token_timeout_ms": int(settings.token_timeout_seconds * 1000),
+        # At least one: 0 means something else.
+        "body_timeout_ms": max(1, int(settings.body_timeout_seconds * 1000)),
+        "write_timeout_ms": max(1, int(settings.write_timeout_seconds * 1000)),
         "startup_wait_ms": int(settings.startup_wait_seconds * 1000),
         "body_limit_bytes": settings.body_limit_bytes,
         "grpc_door": settings.core_door() | {"tls_client_optional": settings.tls_client_optional},
@@ -58,6 +63,20 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "text_threads": settings.text_threads,
         "routing": settings.routing,
         "admission": settings.admission or "allow_all",
+        "upstreams": [
+            {
+                "name": upstream.name,
+                "url": upstream.url,
+                "models": upstream.models,
+                "connect_timeout_ms": max(1, int(upstream.connect_timeout_seconds * 1000)),
+            }
+            | {
+                name: str(path)
+                for name in ("api_key_file", "tls_ca_file")
+                if (path := getattr(upstream, name)) is not None
+            }
+            for upstream in settings.upstreams
+        ],
     }
     tls = TlsFiles.of(settings.tls_ca_file, settings)
     if tls is not None:

@@ -8,7 +8,26 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from kvist import _core
 from kvist.errors import from_core
-from kvist.settings import BusSettings, DoorSettings, TelemetrySettings, check_plain_text, split_address
+from kvist.settings import BusSettings, DoorSettings, Settings, TelemetrySettings, check_plain_text, split_address
+
+
+class UpstreamSettings(Settings):
+    """An OpenAI-compatible server outside the mesh."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,63}$")]
+    """Its name in metrics and logs."""
+    url: Annotated[str, StringConstraints(pattern=r"^https?://[^?#@]+$")]
+    """Where its API begins, such as `https://api.example.com/v1`."""
+    models: dict[Annotated[str, StringConstraints(min_length=1)], Annotated[str, StringConstraints(min_length=1)]] = (
+        Field(min_length=1)
+    )
+    """The models that it serves: by the name that clients say, the name that it knows."""
+    api_key_file: Path | None = None
+    """File with its key, which is sent as a bearer; read again when it changes."""
+    tls_ca_file: Path | None = None
+    """PEM of the authorities that sign its certificate; the system's without it."""
+    connect_timeout_seconds: float = Field(default=30.0, gt=0, le=3_600)
+    """Time for a connection."""
 
 
 class RouterSettings(DoorSettings):
@@ -50,9 +69,17 @@ class RouterSettings(DoorSettings):
     """Most bytes of the index."""
     default_deadline_seconds: float = Field(default=600.0, gt=0, le=86_400)
     """Time a request may take when its client states none."""
+    first_token_timeout_seconds: float = Field(default=300.0, ge=0, le=86_400)
+    """Time from the placement of a request to its first token; 0 for no limit but the deadline."""
+    token_timeout_seconds: float = Field(default=120.0, ge=0, le=86_400)
+    """Time from a token to the next one; 0 for no limit but the deadline."""
+    body_timeout_seconds: float = Field(default=60.0, gt=0, le=86_400)
+    """Time for the body of a request, once its head has come."""
+    write_timeout_seconds: float = Field(default=30.0, gt=0, le=86_400)
+    """A client that takes nothing for so long of what is to be written to it loses its connection."""
     startup_wait_seconds: float = Field(default=5.0, ge=0, le=600)
     """For so long after the start, requests wait for the first target of their model instead of being refused."""
-    body_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    body_limit_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest HTTP body."""
     drain_seconds: float = Field(default=30.0, ge=0, le=3_600)
     """How long running requests may take when the process is asked to stop."""
@@ -60,6 +87,8 @@ class RouterSettings(DoorSettings):
     """Threads of the data plane; one for each processor when absent."""
     text_threads: int = Field(default=0, ge=0, le=1_024)
     """Threads that tokenize long prompts; 0 for half of the processors."""
+    upstreams: tuple[UpstreamSettings, ...] = ()
+    """OpenAI-compatible servers outside the mesh, as docs/guides/providers.md describes."""
     routing: dict[str, Any] = Field(default_factory=dict)
     """How targets are chosen for models whose resource does not say it: `{preset, filters, scorers, picker}` of
     docs/reference/algorithms.md. What is left out is the preset's."""
@@ -91,6 +120,14 @@ class RouterSettings(DoorSettings):
             _core.check_admission(json.dumps(value or "allow_all"))
         except _core.CoreError as error:
             raise ValueError(from_core(error).message) from None
+        return value
+
+    @field_validator("upstreams")
+    @classmethod
+    def _are_distinct(cls, value: tuple[UpstreamSettings, ...]) -> tuple[UpstreamSettings, ...]:
+        names = [upstream.name for upstream in value]
+        if len(set(names)) < len(names):
+            raise ValueError("two upstreams have the same name")
         return value
 
     @model_validator(mode="after")
