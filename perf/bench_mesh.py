@@ -124,7 +124,7 @@ async def measure(mesh: Mesh, row: Row, *, concurrency: int, share: float, repet
     # Made beforehand: a client that is busy with random numbers is slower than what it measures.
     requests = list(requests_of(row, address, count, seed=str(repetition)))
     await asyncio.sleep(SETTLE_SECONDS)
-    worker = mesh.workers[row.model]
+    (worker,) = mesh.workers[row.model]
     router_before, worker_before, client_before = mesh.router.cpu_seconds(), worker.cpu_seconds(), time.process_time()
     samples = await drive(address, iter(requests), concurrency=concurrency)
     seconds = max(sample.ended_at for sample in samples) - min(sample.began_at for sample in samples)

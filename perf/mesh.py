@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,25 @@ class Mesh:
 
     Attributes:
         router: The router's process.
-        workers: A worker for each model.
+        workers: The workers of each model.
         others: All other processes.
         http_address: `host:port` of the HTTP edge.
     """
 
     router: Process
-    workers: Mapping[str, Process]
+    workers: Mapping[str, tuple[Process, ...]]
     others: tuple[Process, ...]
     http_address: str
 
     def check(self) -> None:
         """Sees to it that everything still runs."""
-        for process in (self.router, *self.workers.values(), *self.others):
+        for process in (self.router, *itertools.chain.from_iterable(self.workers.values()), *self.others):
             process.check()
 
 
 @contextlib.asynccontextmanager
 async def running_mesh(
-    models: Mapping[str, Mapping[str, Any]], *, folder: Path, cores: Placement
+    models: Mapping[str, Mapping[str, Any]], *, folder: Path, cores: Placement, replicas: int = 1
 ) -> AsyncIterator[Mesh]:
     """Runs a mesh as it is in production: the router's index is fed over NATS, and its log is written.
 
@@ -56,6 +57,7 @@ async def running_mesh(
         models: Arguments of the simulated engine for each model.
         folder: Where logs and ready files go.
         cores: Which cores run what. Whoever calls has to keep to its own.
+        replicas: Workers of each model.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -65,11 +67,11 @@ async def running_mesh(
 
         nats = _nats(folder)
         nats_url = (await start(nats))["nats"][0]
-        workers: dict[str, Process] = {}
-        addresses: dict[str, dict[str, Any]] = {}
+        workers: dict[str, tuple[Process, ...]] = {}
+        addresses: dict[str, list[dict[str, Any]]] = {}
         for model, arguments in models.items():
-            workers[model] = _worker(model, arguments, folder)
-            addresses[model] = await start(workers[model])
+            workers[model] = tuple(_worker(model, number, arguments, folder) for number in range(replicas))
+            addresses[model] = [await start(worker) for worker in workers[model]]
         relay = _relay(addresses, nats_url, folder)
         await start(relay)
         state_path = folder / "cluster-state.json"
@@ -77,7 +79,7 @@ async def running_mesh(
         router = _router(state_path, nats_url, folder, cores)
         announced = await start(router)
         mesh = Mesh(router, workers, (nats, relay), announced["http_address"])
-        await _until_ready(mesh, announced["admin_address"], exact_sources=len(models))
+        await _until_ready(mesh, announced["admin_address"], exact_sources=len(models) * replicas)
         yield mesh
 
 
@@ -91,10 +93,11 @@ def _nats(folder: Path) -> Process:
     )
 
 
-def _worker(model: str, arguments: Mapping[str, Any], folder: Path) -> Process:
-    settings_path = folder / f"{model}.settings.json"
+def _worker(model: str, number: int, arguments: Mapping[str, Any], folder: Path) -> Process:
+    uid = f"{model}-{number}"
+    settings_path = folder / f"{uid}.settings.json"
     settings = {
-        "worker_uid": f"{model}-0",
+        "worker_uid": uid,
         "model": model,
         "namespace": model,
         "pool_uid": model,
@@ -105,14 +108,12 @@ def _worker(model: str, arguments: Mapping[str, Any], folder: Path) -> Process:
     }
     settings_path.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "kvist_worker", "--settings-file", str(settings_path), "--ready-file", "{ready}"]
-    return Process(f"worker-{model}", command, folder=folder)
+    return Process(f"worker-{uid}", command, folder=folder)
 
 
-def _relay(addresses: Mapping[str, Mapping[str, Any]], nats_url: str, folder: Path) -> Process:
+def _relay(addresses: Mapping[str, Sequence[Mapping[str, Any]]], nats_url: str, folder: Path) -> Process:
     settings = json.dumps({"nats_url": nats_url, "cluster": CLUSTER, "client_name": "bench-relay"})
-    workers = json.dumps(
-        [{"uid": f"{model}-0", "address": found["grpc_address"]} for model, found in addresses.items()]
-    )
+    workers = json.dumps([{"uid": uid, "address": found["grpc_address"]} for _, uid, found in _each(addresses)])
     return Process("relay", [sys.executable, "-m", "perf.relay_process", settings, workers, "{ready}"], folder=folder)
 
 
@@ -123,24 +124,32 @@ def _router(state_path: Path, nats_url: str, folder: Path, cores: Placement) -> 
     return Process("router", command, folder=folder, cores=cores.router)
 
 
-def _cluster_state(addresses: Mapping[str, Mapping[str, Any]]) -> ClusterState:
+def _each(addresses: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Model, UID and announcement of each worker."""
+    for model, announced in addresses.items():
+        for number, found in enumerate(announced):
+            yield model, f"{model}-{number}", found
+
+
+def _cluster_state(addresses: Mapping[str, Sequence[Mapping[str, Any]]]) -> ClusterState:
     return ClusterState(
         version=ClusterVersion(store_epoch=1, revision=1),
         cluster=CLUSTER,
         hash_seed=HASH_SEED,
-        models=[Model(name=model, uid=model, pools=[Pool(uid=model, revision="1", replicas=1)]) for model in addresses],
+        models=[
+            Model(name=model, uid=model, pools=[Pool(uid=model, revision="1", replicas=len(announced))])
+            for model, announced in addresses.items()
+        ],
         workers=[
             WorkerEntry(
-                target=Target(
-                    worker_uid=f"{model}-0", address=found["grpc_address"], pool_uid=model, pool_revision="1"
-                ),
+                target=Target(worker_uid=uid, address=found["grpc_address"], pool_uid=model, pool_revision="1"),
                 model=model,
                 namespace=model,
                 incarnation=int(found["incarnation"]),
                 ranks=1,
                 block_size_tokens=BLOCK_SIZE_TOKENS,
             )
-            for model, found in addresses.items()
+            for model, uid, found in _each(addresses)
         ],
     )
 

@@ -33,6 +33,7 @@ class Process:
         folder: Path,
         cores: AbstractSet[int] = frozenset(),
         ready_path: Callable[[int], Path] | None = None,
+        is_announced: bool = True,
     ) -> None:
         """A process that has not started.
 
@@ -42,11 +43,13 @@ class Process:
             folder: Where its files go.
             cores: Where it may run; empty for anywhere.
             ready_path: Ready file by process id, for programs that name it themselves.
+            is_announced: Whether it writes a ready file at all; whoever starts one that does not asks it.
         """
         self.name = name
         self._cores = cores
         own_path = folder / f"{name}.ready.json"
         self._ready_path = ready_path or (lambda _process_id: own_path)
+        self._is_announced = is_announced
         self._command = [part.replace("{ready}", str(own_path)) for part in command]
         self._log_path = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -59,7 +62,7 @@ class Process:
         return self._process.pid
 
     async def start(self) -> dict[str, Any]:
-        """Starts it and returns what it wrote into its ready file.
+        """Starts it and returns what it wrote into its ready file; nothing when it writes none.
 
         Raises:
             ProcessFailedError: It ended, or was not ready in time.
@@ -76,12 +79,14 @@ class Process:
         if self._cores:
             # Its threads inherit this: Python has not got as far as starting one.
             os.sched_setaffinity(self.process_id, self._cores)
+        if not self._is_announced:
+            return {}
         path = self._ready_path(self.process_id)
         deadline = time.monotonic() + START_TIME_LIMIT_SECONDS
         while (announced := _read(path)) is None:
             self.check()
             if time.monotonic() > deadline:
-                raise ProcessFailedError(f"{self.name} was not ready in time\n{self._log_tail()}")
+                raise ProcessFailedError(f"{self.name} was not ready in time\n{self.log_tail()}")
             await asyncio.sleep(POLL_SECONDS)
         return announced
 
@@ -92,11 +97,16 @@ class Process:
             ProcessFailedError: It does not.
         """
         if self._process is not None and self._process.returncode is not None:
-            raise ProcessFailedError(f"{self.name} ended with code {self._process.returncode}\n{self._log_tail()}")
+            raise ProcessFailedError(f"{self.name} ended with code {self._process.returncode}\n{self.log_tail()}")
 
     def cpu_seconds(self) -> float:
         """CPU time of all its threads so far, user and system."""
         return time.clock_gettime((~self.process_id << 3) | _CPU_CLOCK_OF_PROCESS)
+
+    def user_and_system_seconds(self) -> tuple[float, float]:
+        """The same in two parts, as coarse as the kernel's ticks."""
+        times = psutil.Process(self.process_id).cpu_times()
+        return times.user, times.system
 
     def resident_bytes(self) -> int:
         """Memory that it holds at the moment."""
@@ -114,7 +124,8 @@ class Process:
             self._process.kill()
             await self._process.wait()
 
-    def _log_tail(self) -> str:
+    def log_tail(self) -> str:
+        """The last lines of its output."""
         return "\n".join(self._log_path.read_text(errors="replace").splitlines()[-10:])
 
 
