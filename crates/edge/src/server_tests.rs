@@ -330,6 +330,9 @@ async fn a_client_that_is_cut_at_any_byte_leaves_nothing_behind() {
     }
 }
 
+/// What is wrong, body, headers, and what the answer says: status, code, words.
+type Refused<'a> = (&'a str, Vec<u8>, &'a str, u16, &'a str, &'a str);
+
 #[tokio::test]
 async fn what_is_too_much_or_malformed_is_refused_in_the_form_of_the_api() {
     let edge = Edge::new(200_000);
@@ -345,7 +348,7 @@ async fn what_is_too_much_or_malformed_is_refused_in_the_form_of_the_api() {
     );
     let cookie = format!("cookie: {}\r\n", "c".repeat(40_000));
     let invalid_text = b"{\"model\":\"m\",\n\"messages\":\"\xff\"}".to_vec();
-    let table: [(&str, Vec<u8>, &str, u16, &str, &str); 9] = [
+    let table: [Refused<'_>; 9] = [
         ("size", vec![b' '; 200_001], "", 413, "request_too_large", "larger than 200000 bytes"),
         ("headers", b"{}".to_vec(), &cookie, 431, "headers_too_large", "larger than 32768 bytes"),
         ("depth", deep.into_bytes(), "", 400, "invalid_argument", "recursion limit"),

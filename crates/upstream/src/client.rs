@@ -178,13 +178,13 @@ impl Upstreams {
         };
         let response = sent.inspect_err(|error| fleet.report(member, report_of(error.code)))?;
         match judge(&response) {
-            Ok(()) => {
+            None => {
                 let is_good = response.status().is_success();
                 fleet.report(member, if is_good { Report::Success } else { Report::ClientError });
                 let status = response.status();
                 Ok((status, Source::new(response.into_body(), deadline, stages)))
             }
-            Err((report, error)) => {
+            Some((report, error)) => {
                 fleet.report(member, report);
                 tracing::warn!(upstream = %upstream.name, status = response.status().as_u16(), "upstream_failed");
                 Err(error)
@@ -313,9 +313,9 @@ fn report_of(code: Code) -> Report {
     }
 }
 
-/// Whether the head of an answer is to be passed on, or what it means instead. What is wrong between the mesh and the
+/// What the head of an answer means when it is not to be passed on. What is wrong between the mesh and the
 /// provider is no fault of the client, and is not told as one.
-fn judge(response: &Response<Incoming>) -> Result<(), (Report, KvistError)> {
+fn judge(response: &Response<Incoming>) -> Option<(Report, KvistError)> {
     let status = response.status();
     match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
@@ -326,17 +326,17 @@ fn judge(response: &Response<Incoming>) -> Result<(), (Report, KvistError)> {
                 .map(Duration::from_secs);
             let error = KvistError::new(Code::Overloaded, "the provider takes no more requests at the moment")
                 .with_retry_after(retry_after.unwrap_or(Duration::from_secs(1)));
-            Err((Report::Overloaded(retry_after), error))
+            Some((Report::Overloaded(retry_after), error))
         }
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::PAYMENT_REQUIRED => {
             let error = KvistError::new(Code::EngineFailed, "the provider refused the mesh's own key");
-            Err((Report::ClientError, error))
+            Some((Report::ClientError, error))
         }
         status if status.is_server_error() || status.is_redirection() || status.is_informational() => {
             let message = format!("the provider failed with status {}", status.as_u16());
-            Err((Report::ServerError, KvistError::new(Code::EngineFailed, message)))
+            Some((Report::ServerError, KvistError::new(Code::EngineFailed, message)))
         }
-        _ => Ok(()),
+        _ => None,
     }
 }
 
