@@ -58,6 +58,19 @@ async def test_the_tokenizer_is_the_models(worker: Worker, model_folder: Path) -
     assert all((header.eos_token, header.eos_token_ids))
 
 
+async def test_all_sockets_of_the_engine_are_on_loopback(worker: Worker) -> None:
+    front = psutil.Process(worker.ready["process_id"])
+    listening = [
+        connection.laddr.ip
+        for process in (front, *front.children(recursive=True))
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    # Two of the worker, two of the engine's events.
+    assert len(listening) >= 4
+    assert {"127.0.0.1"} == set(listening)
+
+
 async def test_a_prompt_asked_again_is_cached_as_the_ledger_claims(worker: Worker) -> None:
     prompt = prompt_of(1, 3 * BLOCK_SIZE_TOKENS + 5)
     first = await worker.answer(*prompt)
