@@ -40,6 +40,8 @@ impl Index {
             fence(Ordering::Acquire);
             let Some(mut seen) = seen(&view.sources, tries == 0) else { continue };
             let spoiled_at = walk.spoiled_at(&view);
+            fence(Ordering::Acquire);
+            let spoiled_at = if self.published.is_current(&view) { spoiled_at } else { Some(0) };
             if spoiled_at.is_some() && tries > 0 {
                 (0..PAUSES / 10).for_each(|_| std::hint::spin_loop());
                 continue;

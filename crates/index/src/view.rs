@@ -40,6 +40,12 @@ impl Published {
         }
     }
 
+    /// Whether a view is still one of them. The memory of a number may be another in the next one, and the writer uses it only
+    /// once both are replaced: so what was read by a view that still is one was read where it lies. Waits for nobody.
+    pub(crate) fn is_current(&self, view: &Arc<View>) -> bool {
+        self.copies.iter().any(|copy| copy.try_read().is_some_and(|now| Arc::ptr_eq(&now, view)))
+    }
+
     /// Replaces both; there is one writer.
     pub(crate) fn set(&self, view: View) {
         let view = Arc::new(view);
