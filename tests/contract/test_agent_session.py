@@ -11,6 +11,7 @@ import pytest
 
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import from_rpc_error
+from kvist_agent.slot_files import StateFolder
 from support.agent_session import agent_of
 from support.control_plane import ClusterReader, ScriptedAgent, control_plane, manifest
 

@@ -316,7 +316,7 @@ def new_incarnation(floor: int) -> int:
     """A new incarnation, above `floor`."""
 
 def run_twin(request: str, trace: str) -> tuple[str, str, str]:
-    """Runs routing policies on a trace in virtual time: what came of it as JSON text, a table for people, and an SVG."""
+    """Runs routing policies on a trace in virtual time: its outcome as JSON text, a table for people, and an SVG."""
 
 def usable_blocks(prompt_tokens: int, block_size_tokens: int) -> int:
     """Blocks of a prompt that a cache can serve."""
