@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +12,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvist.admin import Readiness
+from kvist.certificates import CertificateFolder
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.errors import KvistError, rpc_errors
 from kvist.grpc import open_channel
-from kvist.grpc.client import TlsFiles
 from kvist.runner import Process
 from kvist.settings import ListenSettings, StoreSettings
 from kvist.store.sqlite import SqliteStore
 from kvist_controller.app import ControllerApp
 from kvist_controller.settings import ControllerSettings
+from support.certificates import authority, files_of
 from support.control_plane import ClusterReader, ScriptedAgent, manifest
-from support.nats_security import Certificate, make_certificate
 
 LIMIT_SECONDS = 40
 LEASE_SECONDS = 1.0
@@ -37,6 +36,7 @@ class Running:
     process: Process[ControllerSettings]
     stub: ControllerServiceStub
     task: asyncio.Task[None]
+    address: str
 
     async def leave(self) -> None:
         """Stops it as SIGTERM does."""
@@ -45,28 +45,27 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def controller(store: Path, name: str, certificate: Certificate | None = None) -> AsyncIterator[Running]:
-    """A whole controller: store, election, server; with a certificate it asks its clients for one too."""
+async def controller(store: Path, name: str, folder: CertificateFolder | None = None) -> AsyncIterator[Running]:
+    """A whole controller: store, election, server; with certificates it asks its clients for one too."""
     settings = ControllerSettings(
         name=name, cluster="test", store=StoreSettings(path=store), leader_lease_seconds=LEASE_SECONDS
     )
     tls = None
-    if certificate is not None:
-        tls = TlsFiles(certificate.ca_file, certificate.file, certificate.key_file)
+    if folder is not None:
+        tls, own = files_of(folder, "operator"), files_of(folder, "controller")
         listen = ListenSettings(
-            tls_certificate_file=certificate.file,
-            tls_key_file=certificate.key_file,
-            tls_client_ca_file=certificate.ca_file,
+            tls_certificate_file=own.certificate_file, tls_key_file=own.key_file, tls_client_ca_file=own.ca_file
         )
-        settings = settings.model_copy(update={"grpc": listen, "controller_tls_ca_file": certificate.ca_file})
+        settings = settings.model_copy(update={"grpc": listen, "controller_tls_ca_file": own.ca_file})
     ready = store.with_name(f"{name}.json")
     process = Process(settings, CollectorRegistry(), Readiness(start="starting"), ready)
     task = asyncio.create_task(ControllerApp(process).run())
     try:
         while not ready.exists():
             await asyncio.sleep(0.01)
-        async with open_channel(json.loads(ready.read_text())["grpc_address"], tls=tls, retries=False) as channel:
-            yield Running(process, ControllerServiceStub(channel), task)
+        address = json.loads(ready.read_text())["grpc_address"]
+        async with open_channel(address, tls=tls, retries=False) as channel:
+            yield Running(process, ControllerServiceStub(channel), task, address)
     finally:
         process.stopping.set()
         await task
@@ -74,13 +73,13 @@ async def controller(store: Path, name: str, certificate: Certificate | None = N
 
 @contextlib.asynccontextmanager
 async def leader_and_standby(
-    tmp_path: Path, certificate: Certificate | None = None
+    tmp_path: Path, folder: CertificateFolder | None = None
 ) -> AsyncIterator[tuple[Running, Running]]:
     path = tmp_path / "state.sqlite"
-    async with asyncio.timeout(LIMIT_SECONDS), controller(path, "first", certificate) as first:
+    async with asyncio.timeout(LIMIT_SECONDS), controller(path, "first", folder) as first:
         while not first.process.readiness.is_ready:
             await asyncio.sleep(0.01)
-        async with controller(path, "second", certificate) as second:
+        async with controller(path, "second", folder) as second:
             while not second.process.readiness.is_ready:
                 await asyncio.sleep(0.01)
             yield first, second
@@ -152,11 +151,14 @@ async def test_each_tells_whether_it_leads_and_whether_the_store_answers(tmp_pat
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by the openssl command")
 async def test_controllers_show_each_other_their_certificates(tmp_path: Path) -> None:
-    async with leader_and_standby(tmp_path, make_certificate(tmp_path)) as (first, second):
+    folder = authority(tmp_path / "certificates")
+    async with (
+        leader_and_standby(tmp_path, folder) as (first, second),
+        open_channel(second.address, tls=files_of(folder, "agent"), retries=False) as channel,
+    ):
         await second.stub.Apply(pb.ApplyRequest(resource=manifest(replicas=1)))
-        async with ScriptedAgent(second.stub) as agent:
+        async with ScriptedAgent(ControllerServiceStub(channel)) as agent:
             await agent.until(lambda: agent.assignment.workers)
         assert [node.inventory.node_uid for node in (await first.stub.ListNodes(pb.ListNodesRequest())).nodes] == [
             "node-a"

@@ -222,7 +222,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
                 "drain_seconds": 12.5,
                 "worker_threads": 8,
                 "text_threads": 4,
-            }
+            },
+            # Where the files of the upstreams come from.
+            "pod": {
+                "extraVolumes": [{"name": "provider-keys", "secret": {"secretName": "provider-keys"}}],
+                "extraVolumeMounts": [{"name": "provider-keys", "mountPath": "/etc/kvist-keys", "readOnly": True}],
+            },
         },
         "controller": {
             "settings": {

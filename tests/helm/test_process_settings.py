@@ -17,7 +17,7 @@ from kvist_agent.attach_settings import AttachSettings
 from kvist_agent.settings import AgentSettings
 from kvist_controller.settings import ControllerSettings
 from kvist_kvmaster.settings import KvMasterSettings
-from kvist_router.settings import RouterSettings
+from kvist_router.settings import RouterSettings, UpstreamSettings
 from kvist_worker.settings import WorkerSettings
 
 MODELS = {
@@ -284,6 +284,11 @@ def test_the_schema_knows_each_setting_with_its_bounds(chart, process):
             key: value for key, value in choices[0].items() if key not in {"title", "description", "default"}
         }
     if process == "router":
+        upstream = stated.pop("upstreams")["items"]
+        assert expected.pop("upstreams")["items"] == {"$ref": "#/$defs/UpstreamSettings"}
+        fields = UpstreamSettings.model_fields
+        assert upstream["properties"].keys() == fields.keys()
+        assert set(upstream["required"]) == {name for name, field in fields.items() if field.is_required()}
         # The router reads them as a whole and checks them itself; the chart says their form.
         forms = {
             "routing": {"routing.preset", "routing.filters", "routing.scorers", "routing.picker"},

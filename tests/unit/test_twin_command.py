@@ -20,6 +20,15 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def strangers(tmp_path: Path) -> Path:
+    """Twenty prompts that share nothing, one a second."""
+    file = tmp_path / "strangers.jsonl"
+    lines = [{"timestamp": 1000 * n, **LINE, "hash_ids": [3 * n, 3 * n + 1, 3 * n + 2]} for n in range(20)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
 def run(*arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["twin", "run", *arguments])
     return result.exit_code, result.stdout, result.stderr
@@ -54,10 +63,11 @@ def test_made_traces_need_no_file() -> None:
     assert reports["cost"]["imbalance"] < 1.5 < reports["most_overlap"]["imbalance"]
 
 
-def test_a_plot_has_one_series_for_each_policy(trace: Path, tmp_path: Path) -> None:
+def test_a_plot_has_one_series_for_each_policy(strangers: Path, tmp_path: Path) -> None:
     file = tmp_path / "plot.svg"
     policies = ["cost", "cost:recomputeWeight=1", "least_loaded", "round_robin"]
-    code, out, _ = run("--trace", str(trace), "--policies", ",".join(policies), "--plot", str(file), "--json")
+    arguments = ("--trace", str(strangers), "--workers", "1", "--speed", "100", "--plot", str(file))
+    code, out, _ = run(*arguments, "--policies", ",".join(policies), "--json")
     assert code == 0
     assert list(json.loads(out)["policies"]) == policies
     svg = "{http://www.w3.org/2000/svg}"
@@ -77,10 +87,10 @@ def test_a_plot_has_one_series_for_each_policy(trace: Path, tmp_path: Path) -> N
         assert len({height for _, height in points}) > 1
 
 
-def test_a_part_of_a_trace_and_another_speed(trace: Path) -> None:
+def test_a_part_of_a_trace_and_another_speed(strangers: Path) -> None:
     def backlog_and_requests(*arguments: str) -> tuple[float, int]:
         code, out, _ = run(
-            "--trace", str(trace), "--workers", "1", "--policies", "cost", "--plain", "--json", *arguments
+            "--trace", str(strangers), "--workers", "1", "--policies", "cost", "--plain", "--json", *arguments
         )
         assert code == 0
         report = json.loads(out)["policies"]["cost"]
@@ -89,8 +99,8 @@ def test_a_part_of_a_trace_and_another_speed(trace: Path) -> None:
     one = (1100 / 15_000, 20)
     assert backlog_and_requests() == pytest.approx(one, abs=1e-3)
     assert backlog_and_requests("--from", "5", "--until", "15")[1] == 10
-    # Twenty prompts at once: the first in full, and the last 76 tokens of nineteen more.
-    assert backlog_and_requests("--speed", "1e9")[0] == pytest.approx((1100 + 19 * 76) / 15_000, abs=1e-3)
+    # All twenty at once.
+    assert backlog_and_requests("--speed", "1e9")[0] == pytest.approx(20 * 1100 / 15_000, abs=1e-3)
 
 
 @pytest.mark.parametrize(

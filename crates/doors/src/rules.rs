@@ -109,12 +109,12 @@ mod tests {
         assert_eq!(Code::PermissionDenied, refused.code);
         assert_eq!(
             "the role worker may not call kvist.controller.v1.ControllerService/Apply; use a certificate of one of \
-             these roles: operator",
+             these roles: operator, controller",
             refused.message
         );
         let fact = |key: &str| refused.metadata.get(key).map(String::as_str);
         assert_eq!(
-            [Some("worker"), Some("kvist.controller.v1.ControllerService/Apply"), Some("operator")],
+            [Some("worker"), Some("kvist.controller.v1.ControllerService/Apply"), Some("operator,controller")],
             ["role", "method", "allowed_roles"].map(fact)
         );
     }
