@@ -132,9 +132,6 @@ def end_of_call(failure: grpc.RpcError, address: str) -> typer.Exit:
     details = str(failure.details() or "")
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         return fail(f"nobody answers at {address}", "look at `kvist status` and `kvist doctor`", EXIT_NETWORK)
-    if code is grpc.StatusCode.UNAVAILABLE and chosen_tls() is None:
-        hint = "if the server speaks TLS, name its authorities with `kvist --tls-ca FILE`"
-        return fail(f"the connection to {address} broke off", hint, EXIT_NETWORK)
     error = None
     try:
         status = rpc_status.from_call(failure)
@@ -142,6 +139,10 @@ def end_of_call(failure: grpc.RpcError, address: str) -> typer.Exit:
     except ValueError:
         # The details contradict the status: a proxy in between has replaced it.
         error = None
+    if error is None and code is grpc.StatusCode.UNAVAILABLE and chosen_tls() is None:
+        # Without a word of the server's own.
+        hint = "if the server speaks TLS, name its authorities with `kvist --tls-ca FILE`"
+        return fail(f"the connection to {address} broke off", hint, EXIT_NETWORK)
     if error is None:
         return fail(f"{code.name}: {details}", "", _EXIT_BY_STATUS.get(code.name, EXIT_SERVER))
     lines = [f"{violation.field}: {violation.description}" for violation in error.fields] or [error.message]
