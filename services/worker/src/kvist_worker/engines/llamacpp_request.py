@@ -6,6 +6,7 @@ from typing import Any
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import FieldViolation, KvistError, error, invalid_field
+from kvist_worker.prompts import before_start, checked_prompt
 
 MAX_TOP_LOGPROBS = 20
 # The seed that llama.cpp takes for "draw one".
@@ -54,25 +55,12 @@ def prepare(request: engine_pb2.EngineRequest, *, limits: RequestLimits) -> Prep
     Raises:
         KvistError: It cannot be honored; the error says that the engine has not started on it.
     """
-    try:
+    with before_start():
         return _prepare(request, limits)
-    except KvistError as failure:
-        failure.not_started = True
-        raise
 
 
 def _prepare(request: engine_pb2.EngineRequest, limits: RequestLimits) -> PreparedRequest:
-    prompt = tuple(request.tokens.ids)
-    if not prompt:
-        raise invalid_field("tokens", "must not be empty")
-    if max(prompt) >= limits.vocabulary_size:
-        raise invalid_field("tokens", f"token ids are below {limits.vocabulary_size}")
-    room = limits.context_tokens - len(prompt)
-    if room < 1:
-        raise error(
-            "CONTEXT_LENGTH_EXCEEDED",
-            f"the prompt has {len(prompt)} tokens, and the context of {limits.context_tokens} must hold one more",
-        )
+    prompt, room = checked_prompt(request, vocabulary_size=limits.vocabulary_size, context_tokens=limits.context_tokens)
     _refuse_unsupported(request)
     stop = request.stop
     if stop.HasField("max_tokens") and stop.max_tokens == 0:

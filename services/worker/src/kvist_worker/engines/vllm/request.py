@@ -12,6 +12,7 @@ from google.protobuf import json_format, struct_pb2
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import FieldViolation, KvistError, error, invalid_field
+from kvist_worker.prompts import before_start, checked_prompt
 
 # Fields that Kvist does not know and vLLM may have: `engine_extras` → keyword of `SamplingParams`.
 _SAMPLING_EXTRAS = frozenset({"allowed_token_ids", "bad_words", "thinking_token_budget"})
@@ -94,25 +95,12 @@ def prepare(request: engine_pb2.EngineRequest, *, limits: RequestLimits) -> Prep
     Raises:
         KvistError: It cannot be honored; the error says that the engine has not started on it.
     """
-    try:
+    with before_start():
         return _prepare(request, limits)
-    except KvistError as failure:
-        failure.not_started = True
-        raise
 
 
 def _prepare(request: engine_pb2.EngineRequest, limits: RequestLimits) -> PreparedRequest:
-    prompt = tuple(request.tokens.ids)
-    if not prompt:
-        raise invalid_field("tokens", "must not be empty")
-    if max(prompt) >= limits.vocabulary_size:
-        raise invalid_field("tokens", f"token ids are below {limits.vocabulary_size}")
-    room = limits.context_tokens - len(prompt)
-    if room < 1:
-        raise error(
-            "CONTEXT_LENGTH_EXCEEDED",
-            f"the prompt has {len(prompt)} tokens, and the context of {limits.context_tokens} must hold one more",
-        )
+    prompt, room = checked_prompt(request, vocabulary_size=limits.vocabulary_size, context_tokens=limits.context_tokens)
     if request.rank >= limits.ranks:
         raise invalid_field("rank", f"the engine has ranks 0 to {limits.ranks - 1}")
     if request.HasField("kv_hints"):
