@@ -32,11 +32,23 @@ impl Overlaps {
         self.list.keys().iter().zip(&self.seen).map(|(key, seen)| (key, self.overlap(seen)))
     }
 
+    /// The source at a position in the order of `iter`.
+    #[must_use]
+    pub fn source(&self, position: usize) -> Option<&SourceKey> {
+        self.list.keys().get(position)
+    }
+
+    /// What the source at a position holds.
+    #[must_use]
+    pub fn at(&self, position: usize) -> Option<Overlap> {
+        self.seen.get(position).map(|seen| self.overlap(seen))
+    }
+
     /// One source.
     #[must_use]
     pub fn get(&self, worker: &WorkerUid, rank: Rank) -> Option<Overlap> {
         let position = self.list.keys().binary_search_by(|key| (&key.worker, key.rank).cmp(&(worker, rank))).ok()?;
-        self.seen.get(position).map(|seen| self.overlap(seen))
+        self.at(position)
     }
 
     #[inline]

@@ -1,8 +1,8 @@
 //! What an index and a router's own recent decisions say of a prompt, as a decision takes it.
 
-use std::{cmp::Ordering, iter::Peekable, time::Duration};
+use std::{cmp::Ordering, time::Duration};
 
-use kvist_blocks::{SourceKey, Tier};
+use kvist_blocks::Tier;
 use kvist_index::{Overlap, Overlaps};
 
 use crate::{Cached, TargetId};
@@ -22,35 +22,28 @@ pub fn recent_is_valid_for(is_exact: bool) -> Duration {
 
 /// Reads what sources hold for one target after the other. Targets in the order of sources, which they mostly have, cost a
 /// comparison each; others are searched for.
+#[derive(Debug)]
 pub struct OverlapCursor<'a> {
     overlaps: &'a Overlaps,
-    rest: Peekable<Box<dyn Iterator<Item = (&'a SourceKey, Overlap)> + 'a>>,
-}
-
-impl std::fmt::Debug for OverlapCursor<'_> {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("OverlapCursor").finish_non_exhaustive()
-    }
+    /// Of the next source.
+    position: usize,
 }
 
 impl<'a> OverlapCursor<'a> {
     /// At the first source.
     #[must_use]
     pub fn new(overlaps: &'a Overlaps) -> Self {
-        let rest: Box<dyn Iterator<Item = (&'a SourceKey, Overlap)> + 'a> = Box::new(overlaps.iter());
-        Self { overlaps, rest: rest.peekable() }
+        Self { overlaps, position: 0 }
     }
 
     /// What a target holds; none when no source speaks of it.
     pub fn get(&mut self, target: &TargetId) -> Option<Overlap> {
-        while let Some((key, overlap)) = self.rest.peek().copied() {
+        while let Some(key) = self.overlaps.source(self.position) {
             match (&key.worker, key.rank).cmp(&(&target.worker, target.rank)) {
-                Ordering::Less => {
-                    self.rest.next();
-                }
+                Ordering::Less => self.position += 1,
                 Ordering::Equal => {
-                    self.rest.next();
-                    return Some(overlap);
+                    self.position += 1;
+                    return self.overlaps.at(self.position - 1);
                 }
                 Ordering::Greater => break,
             }
@@ -89,7 +82,7 @@ pub fn cached_prompt(
 
 #[cfg(test)]
 mod tests {
-    use kvist_blocks::{Incarnation, Rank};
+    use kvist_blocks::{Incarnation, Rank, SourceKey};
     use kvist_index::{Index, IndexSettings, SourceState};
 
     use super::*;

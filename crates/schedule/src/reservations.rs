@@ -1,6 +1,9 @@
 //! Work that was promised to targets and is not yet finished.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
 
 use hashbrown::HashMap;
 
@@ -57,6 +60,7 @@ pub struct OutstandingReport {
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
+    id: ReservationId,
     made_at: Duration,
     work: Work,
 }
@@ -64,8 +68,14 @@ struct Entry {
 #[derive(Debug, Default)]
 struct Book {
     promise: TargetPromise,
-    /// In the order they were made.
-    open: BTreeMap<ReservationId, Entry>,
+    /// In the order they were made. Most end in about that order, so that little is moved when one is taken out.
+    open: VecDeque<Entry>,
+}
+
+impl Book {
+    fn position(&self, id: ReservationId) -> Option<usize> {
+        self.open.binary_search_by_key(&id, |entry| entry.id).ok()
+    }
 }
 
 /// The reservations of one router. Times are durations since any fixed moment, and never go back.
@@ -86,7 +96,7 @@ impl Reservations {
         self.next += 1;
         let book = self.by_target.entry(target.clone()).or_default();
         book.promise.add(work);
-        book.open.insert(id, Entry { made_at: now, work });
+        book.open.push_back(Entry { id, made_at: now, work });
         self.targets.insert(id, target);
         id
     }
@@ -118,7 +128,7 @@ impl Reservations {
     /// The prompt has been computed; what is left is the answer. An unknown one is ignored.
     pub fn prefilled(&mut self, id: ReservationId) {
         let Some(book) = self.targets.get(&id).and_then(|target| self.by_target.get_mut(target)) else { return };
-        if let Some(entry) = book.open.get_mut(&id) {
+        if let Some(entry) = book.position(id).and_then(|position| book.open.get_mut(position)) {
             let computed = std::mem::take(&mut entry.work.prefill_tokens);
             book.promise.tokens -= computed;
             book.promise.prefill_tokens -= computed;
@@ -132,7 +142,7 @@ impl Reservations {
             self.expiries.remove(&(expires_at, id));
         }
         if let Some(book) = self.by_target.get_mut(&target) {
-            if let Some(entry) = book.open.remove(&id) {
+            if let Some(entry) = book.position(id).and_then(|position| book.open.remove(position)) {
                 book.promise.remove(entry.work);
             }
             if book.open.is_empty() {
@@ -177,7 +187,7 @@ impl Reservations {
         let outstanding = report.map(|report| {
             let known_until = report.received_at.saturating_sub(lag);
             let unreported: u64 = book.map_or(0, |book| {
-                let newest_first = book.open.values().rev();
+                let newest_first = book.open.iter().rev();
                 let is_unreported = |entry: &&Entry| entry.made_at > known_until;
                 newest_first.take_while(is_unreported).map(|entry| entry.work.prefill_tokens).sum()
             });
