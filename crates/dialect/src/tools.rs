@@ -48,6 +48,19 @@ pub(crate) struct Definition {
     pub(crate) strict: Option<Value>,
 }
 
+impl Definition {
+    /// Takes a tool's fields out of its object; `schema_field` is the name of its schema there.
+    pub(crate) fn take(object: &mut Map<String, Value>, schema_field: &str) -> Self {
+        let mut take = |name: &str| object.shift_remove(name);
+        Self {
+            name: take("name"),
+            description: take("description"),
+            parameters: take(schema_field),
+            strict: take("strict"),
+        }
+    }
+}
+
 /// Reads a list of tools. `read` takes one apart: its path is given, and the names of its fields in errors are
 /// `name_field` and `schema_field`.
 pub(crate) fn read_tools(

@@ -194,14 +194,7 @@ fn read_tool_use(fields: &mut Fields) -> Result<ToolUse, KvistError> {
             let why = format!("`{kind}` runs on the servers of the API's maker, and not here");
             return Err(unsupported(format!("{path}.type"), why));
         }
-        let mut take = |name: &str| item.shift_remove(name);
-        let definition = Definition {
-            name: take("name"),
-            description: take("description"),
-            parameters: take("input_schema"),
-            strict: take("strict"),
-        };
-        Ok((path.to_owned(), definition))
+        Ok((path.to_owned(), Definition::take(&mut item, "input_schema")))
     })?;
     let Some(choice) = fields.object(PATH)? else { return tools.choose(None, PATH) };
     let one_at_most = match choice.get("disable_parallel_tool_use") {

@@ -275,14 +275,7 @@ fn read_tool_use(fields: &mut Fields) -> Result<ToolUse, KvistError> {
         let Some(Value::Object(mut function)) = item.shift_remove("function") else {
             return Err(wrong(path, "must be an object"));
         };
-        let mut take = |name: &str| function.shift_remove(name);
-        let definition = Definition {
-            name: take("name"),
-            description: take("description"),
-            parameters: take("parameters"),
-            strict: take("strict"),
-        };
-        Ok((path, definition))
+        Ok((path, Definition::take(&mut function, "parameters")))
     })?;
     let choice = read_open_ai_choice(fields, |choice| choice.get("function")?.get("name")?.as_str())?;
     ToolUse { parallel, ..tools }.choose(choice, "tool_choice")

@@ -113,14 +113,7 @@ fn read_tool_use(fields: &mut Fields) -> Result<ToolUse, KvistError> {
             }
             None => return Err(wrong(format!("{path}.type"), "must be `function`")),
         }
-        let mut take = |name: &str| item.shift_remove(name);
-        let definition = Definition {
-            name: take("name"),
-            description: take("description"),
-            parameters: take("parameters"),
-            strict: take("strict"),
-        };
-        Ok((path.to_owned(), definition))
+        Ok((path.to_owned(), Definition::take(&mut item, "parameters")))
     })?;
     let choice = read_open_ai_choice(fields, |choice| choice.get("name")?.as_str())?;
     ToolUse { parallel, ..tools }.choose(choice, "tool_choice")

@@ -1,10 +1,18 @@
 """The state store that settings name."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
+
 from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.grpc.client import TlsFiles
 from kvist.settings import StoreSettings
-from kvist.store import StateStore
+from kvist.store import StateStore, StoreError
 from kvist.store.sqlite import SqliteStore
+from kvist.telemetry import logger
+
+RETRY_SECONDS = 0.5
+
+_log = logger(__name__)
 
 
 def open_store(settings: StoreSettings) -> StateStore:
@@ -23,3 +31,22 @@ def open_store(settings: StoreSettings) -> StateStore:
         ),
         namespace=etcd.namespace,
     )
+
+
+async def serve_with_store(settings: StoreSettings, serve: Callable[[StateStore], Awaitable[None]]) -> None:
+    """Opens the store and serves with it, for ever.
+
+    Waits while it cannot be opened: a process that ends would only be started again.
+    """
+    while True:
+        store = open_store(settings)
+        try:
+            await store.__aenter__()
+        except StoreError as failure:
+            _log.warning("store_not_open", reason=str(failure))
+            await asyncio.sleep(RETRY_SECONDS)
+            continue
+        try:
+            await serve(store)
+        finally:
+            await store.__aexit__(None, None, None)

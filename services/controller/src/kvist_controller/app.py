@@ -10,7 +10,7 @@ from kvist.election_metrics import ElectionMetrics
 from kvist.errors import PreconditionError
 from kvist.grpc import GrpcServer, Registration, TlsFiles
 from kvist.runner import Process
-from kvist.state_store import open_store
+from kvist.state_store import serve_with_store
 from kvist.store import StateStore, StoreError
 from kvist.store.election import Leadership, lead
 from kvist.telemetry import logger
@@ -49,24 +49,9 @@ class ControllerApp:
         process = self._process
         process.readiness.block("leadership", "the store was not read yet, or nobody has led yet")
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(self._serve_when_open())
+            serving = group.create_task(serve_with_store(self._settings.store, self._serve))
             await process.stopping.wait()
             serving.cancel()
-
-    async def _serve_when_open(self) -> None:
-        """Waits for a store that cannot be reached yet: a controller that ends would only be started again."""
-        while True:
-            store = open_store(self._settings.store)
-            try:
-                await store.__aenter__()
-            except StoreError as failure:
-                _log.warning("store_not_open", reason=str(failure))
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            try:
-                await self._serve(store)
-            finally:
-                await store.__aexit__(None, None, None)
 
     async def _serve(self, store: StateStore) -> None:
         settings, process = self._settings, self._process

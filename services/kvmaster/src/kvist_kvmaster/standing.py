@@ -2,23 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
 from kvist.election_metrics import ElectionMetrics
 from kvist.kvmaster.v1.kvmaster_pb2 import INSTANCE_ROLE_LEADER, INSTANCE_ROLE_STANDBY, InstanceRole
 from kvist.settings import StoreSettings
-from kvist.state_store import open_store
-from kvist.store import StateStore, StoreError
+from kvist.state_store import serve_with_store
+from kvist.store import StateStore
 from kvist.store.election import Leadership, lead
 from kvist.store.mirror import Mirror
-from kvist.telemetry import logger
 from kvist_kvmaster.catalogue import Catalogue
-
-RETRY_SECONDS = 0.5
-
-_log = logger(__name__)
 
 
 class Standing:
@@ -34,10 +28,8 @@ class Standing:
         cluster: str,
         name: str,
         lease_seconds: float,
-        open_store: Callable[[StoreSettings], StateStore] = open_store,
     ) -> None:
         self._settings = store
-        self._open_store = open_store
         self._root = f"/kvist/{cluster}/v1/"
         self._name = name
         self._lease_seconds = lease_seconds
@@ -85,18 +77,7 @@ class Standing:
         """Opens the store, then leads again and again, for ever."""
         if self._settings is None:
             return
-        while True:
-            store = self._open_store(self._settings)
-            try:
-                await store.__aenter__()
-            except StoreError as failure:
-                _log.warning("store_not_open", reason=str(failure))
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            try:
-                await self._take_part(store)
-            finally:
-                await store.__aexit__(None, None, None)
+        await serve_with_store(self._settings, self._take_part)
 
     async def _take_part(self, store: StateStore) -> None:
         catalogue = Catalogue(store, f"{self._root}prefixes/", unix_nanoseconds=time.time_ns)
