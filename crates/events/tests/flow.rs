@@ -148,7 +148,7 @@ async fn a_lost_message_is_a_gap_and_costs_one_range() {
     worker.store(0, 1);
     eventually("the first batch is applied", || mesh.is_exact_copy("one", 0, &worker)).await;
     let (snapshots, questions) = worker.snapshots_and_questions();
-    mesh.forwarder.lose_batches();
+    mesh.forwarder.lose_batches_from(worker.digest(0).next_sequence);
     worker.store(0, 2);
     eventually("the second is lost", || mesh.forwarder.spoiled() == 1).await;
     mesh.forwarder.behave();
@@ -157,7 +157,7 @@ async fn a_lost_message_is_a_gap_and_costs_one_range() {
     assert_eq!((snapshots, questions + 1), worker.snapshots_and_questions());
     assert_eq!(1, mesh.source("one", 0).unwrap().gaps);
     // The last one before a silence is found by the digest.
-    mesh.forwarder.lose_batches();
+    mesh.forwarder.lose_batches_from(worker.digest(0).next_sequence);
     worker.store(0, 4);
     eventually("the fourth is lost", || mesh.forwarder.spoiled() == 2).await;
     worker.say_digests();
@@ -170,7 +170,7 @@ async fn a_spoiled_message_is_found_by_arithmetic_and_repaired_by_a_snapshot() {
     let worker = ScriptedWorker::start("one", 10, 1, 64).await;
     mesh.set_workers(&[("one", 10, 1, &worker)]).await;
     eventually("the empty ledger is known", || mesh.is_exact_copy("one", 0, &worker)).await;
-    mesh.forwarder.spoil_batches();
+    mesh.forwarder.spoil_batches_from(0);
     worker.store(0, 1);
     eventually("the batch was applied without its events", || {
         mesh.source("one", 0).is_some_and(|status| status.next_sequence == 1 && held(&status.tiers).is_empty())

@@ -7,17 +7,37 @@ use std::sync::{
 
 use futures::StreamExt as _;
 use kvist_events::Subjects;
-use kvist_proto::events::v1::{KvEventMessage, Tombstone};
+use kvist_proto::events::v1::{KvEventBatch, KvEventMessage, Tombstone};
 use parking_lot::Mutex;
 use prost::Message as _;
 use tokio::task::JoinHandle;
 
+/// What happens to batches from a sequence on; those before it may still be on their way and are spared.
 #[derive(Clone, Copy)]
 enum Mischief {
     None,
-    Lose,
+    LoseFrom(u64),
     /// Takes the events out of the batches and leaves their sequences.
-    Spoil,
+    SpoilFrom(u64),
+}
+
+impl Mischief {
+    /// How many batches of the message were hit.
+    fn befall(self, batches: &mut Vec<KvEventBatch>) -> usize {
+        match self {
+            Self::None => 0,
+            Self::LoseFrom(first) => {
+                let sent = batches.len();
+                batches.retain(|batch| batch.sequence < first);
+                sent - batches.len()
+            }
+            Self::SpoilFrom(first) => batches
+                .iter_mut()
+                .filter(|batch| batch.sequence >= first)
+                .map(|batch| batch.events.clear())
+                .count(),
+        }
+    }
 }
 
 /// Carries what is said in one cluster to another.
@@ -49,41 +69,29 @@ impl Forwarder {
                     };
                     let source = source.unwrap();
                     // Digests are spared, so that each test sees the one fault it wants.
-                    let mut spoils = false;
-                    if !decoded.batches.is_empty() {
-                        match *mischief.lock() {
-                            Mischief::None => {}
-                            Mischief::Lose => {
-                                decoded.batches.clear();
-                                spoils = true;
-                            }
-                            Mischief::Spoil => {
-                                decoded.batches.iter_mut().for_each(|batch| batch.events.clear());
-                                spoils = true;
-                            }
-                        }
-                    }
+                    let hit = mischief.lock().befall(&mut decoded.batches);
                     let subject = to.events(&source.worker_uid, source.rank);
                     client.publish(subject, decoded.encode_to_vec().into()).await.unwrap();
-                    spoiled.fetch_add(u64::from(spoils), Ordering::SeqCst);
+                    spoiled.fetch_add(hit as u64, Ordering::SeqCst);
                 }
             }
         });
         Self { client, to, mischief, spoiled, task }
     }
 
-    pub(crate) fn lose_batches(&self) {
-        *self.mischief.lock() = Mischief::Lose;
+    pub(crate) fn lose_batches_from(&self, sequence: u64) {
+        *self.mischief.lock() = Mischief::LoseFrom(sequence);
     }
 
-    pub(crate) fn spoil_batches(&self) {
-        *self.mischief.lock() = Mischief::Spoil;
+    pub(crate) fn spoil_batches_from(&self, sequence: u64) {
+        *self.mischief.lock() = Mischief::SpoilFrom(sequence);
     }
 
     pub(crate) fn behave(&self) {
         *self.mischief.lock() = Mischief::None;
     }
 
+    /// Batches lost or spoiled so far.
     pub(crate) fn spoiled(&self) -> u64 {
         self.spoiled.load(Ordering::SeqCst)
     }
