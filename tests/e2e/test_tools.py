@@ -14,6 +14,7 @@ import anthropic
 import openai
 import pytest
 
+from kvist.router.v1 import router_pb2
 from support.embedded import EmbeddedCluster
 
 # Twenty requests at once on two slots of a small machine, and the start of the cluster.
@@ -180,6 +181,20 @@ def test_twenty_mixed_constraints_at_once_are_all_kept(cluster: EmbeddedCluster)
     with ThreadPoolExecutor(CONCURRENT) as pool:
         for outcome in [pool.submit(one) for one in order + order[::-1]]:
             outcome.result(timeout=300)
+
+
+def test_white_space_does_not_use_up_the_budget(cluster: EmbeddedCluster) -> None:
+    # A model that likes nothing better than blanks.
+    biases: dict[str, int] = {}
+    with cluster.router() as router:
+        for blank in (" ", "\n", "\n\n", "\t"):
+            asked = router_pb2.TokenizeRequest(model=MODEL, prompt=router_pb2.Prompt(text=blank))
+            biases |= {str(token): 100 for token in router.Tokenize(asked, timeout=10).token_ids}
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA, "strict": True}}
+    answer = ask(cluster, tools=openai.omit, response_format=form, logit_bias=biases, max_tokens=40).choices[0]
+    assert answer.finish_reason == "stop", answer
+    check("add", answer.message.content)
+    check_whole(ask(cluster, tool_choice=NAMED, logit_bias=biases, max_tokens=60).choices[0])
 
 
 def test_a_model_whose_template_knows_no_tools_says_so(cluster: EmbeddedCluster) -> None:

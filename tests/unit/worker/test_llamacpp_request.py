@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -63,11 +64,13 @@ def test_every_sampling_field_arrives() -> None:
 
 
 def test_constraints_become_schemas_and_grammars() -> None:
-    assert request(lambda m: setattr(m.structured_output, "json_object", True)).body["json_schema"] == {
-        "type": "object"
-    }
+    spaced = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    body = request(lambda m: setattr(m.structured_output, "json_object", True)).body
+    assert body["json_schema"] == {"type": "object", **spaced}
     schema = request(lambda m: setattr(m.structured_output, "json_schema", '{"type":"array"}')).body["json_schema"]
-    assert schema == {"type": "array"}
+    assert schema == {"type": "array", **spaced}
+    own = '{"x-guidance": {"whitespace_flexible": true}}'
+    assert request(lambda m: setattr(m.structured_output, "json_schema", own)).body["json_schema"] == json.loads(own)
     assert request(lambda m: setattr(m.structured_output, "grammar", "root ::= x")).body["grammar"] == "root ::= x"
     grammar = request(lambda m: m.structured_output.choice.texts.extend(["yes", "no"])).body["grammar"]
     assert grammar == 'root ::= "yes" | "no"'

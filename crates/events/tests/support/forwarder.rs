@@ -31,11 +31,9 @@ impl Mischief {
                 batches.retain(|batch| batch.sequence < first);
                 sent - batches.len()
             }
-            Self::SpoilFrom(first) => batches
-                .iter_mut()
-                .filter(|batch| batch.sequence >= first)
-                .map(|batch| batch.events.clear())
-                .count(),
+            Self::SpoilFrom(first) => {
+                batches.iter_mut().filter(|batch| batch.sequence >= first).map(|batch| batch.events.clear()).count()
+            }
         }
     }
 }

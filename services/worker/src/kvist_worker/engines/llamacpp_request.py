@@ -11,6 +11,9 @@ from kvist_worker.prompts import before_start, checked_prompt
 MAX_TOP_LOGPROBS = 20
 # The seed that llama.cpp takes for "draw one".
 _RANDOM_SEED = 0xFFFF_FFFF
+# In the words of llguidance, which writes the grammar of a schema: one blank after a comma and a colon, none elsewhere,
+# as models are used to write JSON on one line.
+_WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ def _constraint(structured: engine_pb2.StructuredOutput) -> dict[str, Any]:
         case None:
             return {}
         case "json_object":
-            return {"json_schema": {"type": "object"}} if structured.json_object else {}
+            return {"json_schema": _spaced({"type": "object"})} if structured.json_object else {}
         case "json_schema":
             try:
                 schema = json.loads(structured.json_schema)
@@ -161,7 +164,7 @@ def _constraint(structured: engine_pb2.StructuredOutput) -> dict[str, Any]:
                 raise invalid_field("structured_output.json_schema", "is not JSON") from None
             if not isinstance(schema, dict):
                 raise invalid_field("structured_output.json_schema", "must be a JSON object")
-            return {"json_schema": schema}
+            return {"json_schema": _spaced(schema)}
         case "grammar":
             return {"grammar": structured.grammar}
         case "choice":
@@ -171,6 +174,15 @@ def _constraint(structured: engine_pb2.StructuredOutput) -> dict[str, Any]:
             return {"grammar": choice_grammar(texts)}
         case other:
             raise _unsupported(f"structured_output.{other}")
+
+
+def _spaced(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, and where its JSON may have white space; a schema that says so itself is left alone.
+
+    The grammar would else allow any number of blanks between two words of JSON, and a small model can spend its whole
+    budget on them.
+    """
+    return {"x-guidance": _WHITE_SPACE, **schema}
 
 
 def choice_grammar(texts: list[str]) -> str:
