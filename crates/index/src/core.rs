@@ -12,7 +12,7 @@ use kvist_blocks::{BlockHash, Incarnation, SourceKey, Tier, WorkerUid};
 
 use crate::{
     arena::{Arena, Lines, NO_LINE},
-    holders::Holders,
+    holders::{Entries, Holders},
     loose::LooseEnd,
     node::{self, MAX_SLOTS, Node, Record},
     source::{Slot, SlotUse, Source, SourceStatus, TierSum},
@@ -323,11 +323,16 @@ impl Core {
         self.table.find(self.pages.lines(), hash, |seat| self.hash_at(seat) == Some(hash))
     }
 
+    /// What a slot holds of a node, by tier.
+    pub(crate) fn own(&self, number: u32, slot: u32) -> [u128; 4] {
+        let node = self.node(number);
+        let entries = node.as_ref().and_then(|node| Entries::of(node, self.words.lines()));
+        entries.map_or([0; 4], |entries| entries.own(slot))
+    }
+
     /// Whether a slot holds a block in any tier.
-    pub(crate) fn holds(&mut self, seat: Seat, slot: u32) -> bool {
-        let Some(node) = self.node(seat.node) else { return false };
-        self.load_holders(&node);
-        self.holders.shares(slot).own_any() >> seat.offset & 1 != 0
+    pub(crate) fn holds(&self, seat: Seat, slot: u32) -> bool {
+        self.own(seat.node, slot).into_iter().any(|places| places >> seat.offset & 1 != 0)
     }
 
     pub(crate) fn load_holders(&mut self, node: &Node) {

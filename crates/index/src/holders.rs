@@ -114,6 +114,30 @@ impl<'a> Entries<'a> {
         })
     }
 
+    /// What a slot holds, by tier.
+    pub(crate) fn own(&self, slot: u32) -> [u128; 4] {
+        let mut own = [0; 4];
+        let bit = 1 << (slot % 64);
+        // Mostly the record has all there is.
+        if self.words.is_empty() {
+            let key = LaneKey(self.node.first_key);
+            if self.node.lanes > 0 && key.word() as u32 == slot / 64 && self.node.first_mask & bit != 0 {
+                own[key.tier()] = ones(self.node.full);
+            }
+            return own;
+        }
+        for (key, mask) in self.lanes() {
+            if key.word() as u32 == slot / 64 && mask & bit != 0 {
+                own[key.tier()] = ones(self.node.full);
+            }
+        }
+        let cuts = self.cuts().map(|(who, cut)| (who, ones(cut)));
+        for (who, mask) in cuts.chain(self.holed()).filter(|(who, _)| who.slot() == slot) {
+            own[who.tier()] = mask;
+        }
+        own
+    }
+
     /// A bit for each place before which somebody ends who holds what is before it.
     pub(crate) fn ends(&self) -> u128 {
         let at = |place: u32| 1u128.checked_shl(place).unwrap_or(0);
@@ -158,7 +182,11 @@ impl Holders {
     pub(crate) fn load(&mut self, node: &Node, lines: &Lines) {
         self.clear();
         self.full = node.full;
-        if let Some(entries) = Entries::of(node, lines) {
+        if node.holder_words() == 0 {
+            if node.lanes > 0 {
+                self.lanes.push((LaneKey(node.first_key), node.first_mask));
+            }
+        } else if let Some(entries) = Entries::of(node, lines) {
             self.lanes.extend(entries.lanes());
             self.cuts.extend(entries.cuts());
             self.holed.extend(entries.holed());
@@ -366,6 +394,7 @@ mod tests {
                     .collect();
                 prop_assert_eq!(&model, &read);
                 prop_assert_eq!(&model, &holders.all().collect());
+                prop_assert_eq!(holders.shares(slot).own, entries.own(slot));
                 let others = model.iter().filter(|(one, _)| one.slot() != slot).fold(0, |any, (_, mask)| any | mask);
                 prop_assert_eq!(others, holders.shares(slot).others);
                 prop_assert_eq!(node.tiers, model.keys().fold(0, |tiers, who| tiers | 1 << who.tier()));

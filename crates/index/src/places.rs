@@ -91,7 +91,7 @@ impl Core {
 
     /// The same for a block that the slot holds, without its map where it was changed last: who goes on there need not wait
     /// for memory that is in no cache.
-    pub(crate) fn recent_place_of(&mut self, slot: u32, hash: BlockHash) -> Option<Seat> {
+    pub(crate) fn recent_place_of(&self, slot: u32, hash: BlockHash) -> Option<Seat> {
         let recent = self.slots[slot as usize].recent;
         // What it holds, it holds once, so this is the place that its map has.
         let is_it = self.hash_at(recent) == Some(hash) && self.holds(recent, slot);

@@ -44,7 +44,7 @@ impl Core {
                     unknown += u64::from(!self.remove_given_up(slot, tier, *hash));
                     continue;
                 }
-                going = Going { node: seat.node, places: 0, own: self.own(seat.node, slot, tier) };
+                going = Going { node: seat.node, places: 0, own: self.own(seat.node, slot)[tier.position()] };
             }
             let bit = 1 << seat.offset;
             if going.own & !going.places & bit == 0 {
@@ -67,12 +67,6 @@ impl Core {
         let is_it =
             |seat: &Seat| going.own.checked_shr(seat.offset).unwrap_or(0) & 1 != 0 && self.hash_at(*seat) == Some(hash);
         before.filter(is_it).or_else(|| Some(Seat { offset: last.offset + 1, ..last }).filter(is_it))
-    }
-
-    fn own(&mut self, number: u32, slot: u32, tier: Tier) -> u128 {
-        let Some(node) = self.node(number) else { return 0 };
-        self.load_holders(&node);
-        self.holders.shares(slot).own[tier.position()]
     }
 
     fn remove_given_up(&mut self, slot: u32, tier: Tier, hash: BlockHash) -> bool {
@@ -255,9 +249,7 @@ impl Core {
     /// Takes all blocks of one tier from a slot.
     pub(crate) fn clear_tier(&mut self, slot: u32, tier: Tier) {
         for number in self.nodes_of(slot) {
-            let Some(node) = self.node(number) else { continue };
-            self.load_holders(&node);
-            let own = self.holders.shares(slot).own[tier.position()];
+            let own = self.own(number, slot)[tier.position()];
             if own != 0 {
                 self.take_out(number, slot, tier, own);
             }
@@ -284,10 +276,9 @@ impl Core {
     }
 
     /// What a slot holds of a node, as pairs of a tier and places.
-    pub(crate) fn held(&mut self, number: u32, slot: u32) -> Vec<(Tier, u128)> {
+    pub(crate) fn held(&self, number: u32, slot: u32) -> Vec<(Tier, u128)> {
         let Some(node) = self.node(number) else { return Vec::new() };
-        self.load_holders(&node);
-        let own = self.holders.shares(slot).own;
+        let own = self.own(number, slot);
         let of_tier = |(tier, places): (usize, u128)| Some((tier_of(tier)?, places & ones(node.len)));
         own.into_iter().enumerate().filter(|(_, places)| *places != 0).filter_map(of_tier).collect()
     }

@@ -259,11 +259,7 @@ impl Core {
             let behind = into.get(start as usize..).unwrap_or_default();
             behind.iter().zip(rest).for_each(|(word, hash)| word.store(hash.0, Relaxed));
         }
-        let mut old_any = 0;
-        if !is_new {
-            self.load_holders(&node);
-            old_any = self.holders.shares(slot).own_any();
-        }
+        let old_any = if is_new { 0 } else { self.own(number, slot).into_iter().fold(0, |any, own| any | own) };
         if old_any == 0 && !self.enlist(slot, number) {
             undo(self, new_piece);
             return None;
@@ -273,10 +269,8 @@ impl Core {
             undo(self, new_piece);
             return None;
         }
-        self.holders.clear();
-        if !is_new {
-            self.load_holders(&node);
-        }
+        // A new node has none.
+        self.load_holders(&node);
         let own = self.holders.shares(slot).own[tier.position()];
         let end = start + most as u32;
         let new = span(start, end);
