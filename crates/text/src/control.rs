@@ -46,7 +46,10 @@ pub(crate) struct ControlTokens {
     nodes: Vec<Node>,
     /// Whether a control token begins with a byte.
     first: [bool; 256],
-    ids: HashSet<u32>,
+    /// The bytes with which one begins.
+    first_bytes: Vec<u8>,
+    /// In order: each token of each prompt is asked for, and lies mostly before or behind all of them.
+    ids: Vec<u32>,
     longest_bytes: usize,
     /// Tokens that the template looks for in what the assistant said, such as the end of its reasoning.
     parsed: HashSet<u32>,
@@ -71,7 +74,8 @@ impl ControlTokens {
         let mut control = Self {
             nodes: vec![Node::default()],
             first: [false; 256],
-            ids: HashSet::new(),
+            first_bytes: Vec::new(),
+            ids: Vec::new(),
             longest_bytes: 0,
             parsed: HashSet::new(),
         };
@@ -98,10 +102,14 @@ impl ControlTokens {
             };
         }
         self.nodes[at].token = Some(token.id);
-        if let Some(byte) = token.content.bytes().next() {
-            self.first[usize::from(byte)] = true;
+        if let Some(byte) = token.content.bytes().next()
+            && !std::mem::replace(&mut self.first[usize::from(byte)], true)
+        {
+            self.first_bytes.push(byte);
         }
-        self.ids.insert(token.id);
+        if let Err(at) = self.ids.binary_search(&token.id) {
+            self.ids.insert(at, token.id);
+        }
         self.longest_bytes = self.longest_bytes.max(token.content.len());
     }
 
@@ -111,7 +119,8 @@ impl ControlTokens {
     }
 
     pub(crate) fn is_control(&self, id: u32) -> bool {
-        self.ids.contains(&id)
+        let [Some(first), Some(last)] = [self.ids.first(), self.ids.last()] else { return false };
+        (*first..=*last).contains(&id) && self.ids.binary_search(&id).is_ok()
     }
 
     /// The first control token at or after a place; the longest when several begin there.
@@ -119,7 +128,7 @@ impl ControlTokens {
         let bytes = text.as_bytes();
         let mut start = from;
         loop {
-            start += bytes.get(start..)?.iter().position(|byte| self.first[usize::from(*byte)])?;
+            start += self.find_first_byte(bytes.get(start..)?)?;
             let (mut node, mut found) = (0, None);
             for (distance, byte) in bytes[start..].iter().enumerate() {
                 let Some(child) = self.child(node, *byte) else { break };
@@ -132,6 +141,16 @@ impl ControlTokens {
                 return found;
             }
             start += 1;
+        }
+    }
+
+    /// Where a control token could begin. Mostly all of them begin alike.
+    fn find_first_byte(&self, bytes: &[u8]) -> Option<usize> {
+        match self.first_bytes.as_slice() {
+            [one] => memchr::memchr(*one, bytes),
+            [one, two] => memchr::memchr2(*one, *two, bytes),
+            [one, two, three] => memchr::memchr3(*one, *two, *three, bytes),
+            _ => bytes.iter().position(|byte| self.first[usize::from(*byte)]),
         }
     }
 
