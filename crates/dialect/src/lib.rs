@@ -18,7 +18,9 @@ mod writer;
 pub use anthropic::{parse_count_tokens, parse_messages};
 pub use fields::{RequestHead, parse_head};
 pub use input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured};
-pub use openai::{parse_chat_completion, parse_completion};
+pub use openai::{
+    EmbeddingEncoding, EmbeddingsInput, parse_chat_completion, parse_completion, parse_embeddings, write_embeddings,
+};
 pub use output::{Call, CallDelta, Choice, ChoiceEnding, FinishWord, LogprobRun, TokenLogprob, UsageNumbers};
 pub use responses::parse_response;
 pub use tokenize::{DetokenizeInput, TokenizeInput, parse_detokenize, parse_tokenize, write_tokens};

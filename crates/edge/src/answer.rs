@@ -80,23 +80,26 @@ impl Answerer {
         span: Span,
         new_id: impl FnOnce() -> String,
     ) -> Result<Response<EdgeBody>, Refusal> {
-        let arrived = Instant::now();
+        let context = Self::context(headers, caller, span);
         let now = now_unix_seconds();
-        let deadline = read_timeout(text_of(headers, "x-request-timeout-ms")).map(|left| arrived + left);
-        if !self.upstreams.is_empty() {
-            let head = self.parse_with(parse_head, body.clone()).await?;
-            if self.upstreams.serves(&head.model) {
-                let traceparent = text_of(headers, "traceparent").to_owned();
-                let ask = Ask { request_id: new_id().into(), traceparent, deadline };
-                return self.ask_upstream(endpoint, ask, head, body, now).await;
-            }
+        if let Some(head) = self.head_for_upstream(&body).await? {
+            let RequestContext { traceparent, deadline, .. } = context;
+            let ask = Ask { request_id: new_id().into(), traceparent, deadline };
+            return self.ask_upstream(endpoint, ask, head, body, now).await;
         }
         let parsed = self.parse(endpoint, body).await?;
         let (form, input) = split(parsed, now);
         let echo = self.echo(&form).await?;
-        let context = RequestContext {
+        let events = self.generate.generate(context, input).await?;
+        self.write(endpoint, events, form, echo, now).await
+    }
+
+    /// What comes with a request in its headers.
+    pub(crate) fn context(headers: &HeaderMap, caller: Caller, span: Span) -> RequestContext {
+        let time_limit = read_timeout(text_of(headers, "x-request-timeout-ms"));
+        RequestContext {
             request_id: text_of(headers, REQUEST_ID).to_owned(),
-            deadline,
+            deadline: time_limit.map(|left| Instant::now() + left),
             span,
             traceparent: text_of(headers, "traceparent").to_owned(),
             tracestate: text_of(headers, "tracestate").to_owned(),
@@ -105,9 +108,16 @@ impl Answerer {
             door: "http",
             session_id: session_of(headers).to_owned(),
             class: text_of(headers, CLASS_METADATA).to_owned(),
-        };
-        let events = self.generate.generate(context, input).await?;
-        self.write(endpoint, events, form, echo, now).await
+        }
+    }
+
+    /// The head of a request whose model is served outside the mesh; none for one of the mesh's own.
+    pub(crate) async fn head_for_upstream(&self, body: &Bytes) -> Result<Option<RequestHead>, KvistError> {
+        if self.upstreams.is_empty() {
+            return Ok(None);
+        }
+        let head = self.parse_with(parse_head, body.clone()).await?;
+        Ok(self.upstreams.serves(&head.model).then_some(head))
     }
 
     /// Answers by a server outside the mesh. Where it speaks the client's API, its bytes go on as they are.
@@ -205,7 +215,7 @@ impl Answerer {
         self.parse_with(parse, body).await
     }
 
-    async fn parse_with<T: Send + 'static>(
+    pub(crate) async fn parse_with<T: Send + 'static>(
         &self,
         parse: fn(&[u8]) -> Result<T, KvistError>,
         body: Bytes,
@@ -376,7 +386,7 @@ pub(crate) fn put_request_id(response: &mut Response<EdgeBody>, is_anthropic: bo
     response.headers_mut().insert(REQUEST_ID, value);
 }
 
-fn now_unix_seconds() -> i64 {
+pub(crate) fn now_unix_seconds() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_secs()).unwrap_or(0)
 }

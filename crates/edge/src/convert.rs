@@ -1,5 +1,7 @@
 //! Requests of the APIs as the router's input.
 
+use std::borrow::Cow;
+
 use kvist_dialect as dialect;
 use kvist_errors::KvistError;
 use kvist_proto::engine::v1::{
@@ -143,7 +145,7 @@ pub(crate) fn logprobs(tokens: Vec<TokenLogprob>) -> Vec<dialect::TokenLogprob> 
 /// An error whose fields are named as the APIs name them; engines speak of `kvist.engine.v1.EngineRequest`.
 pub(crate) fn in_words_of_the_api(mut error: KvistError) -> KvistError {
     for violation in &mut error.fields {
-        let name = api_field(&violation.field).to_owned();
+        let name = api_field(&violation.field).into_owned();
         if let Some(rest) = error.message.strip_prefix(&violation.field) {
             error.message = format!("{name}{rest}");
         }
@@ -152,12 +154,17 @@ pub(crate) fn in_words_of_the_api(mut error: KvistError) -> KvistError {
     error
 }
 
-fn api_field(field: &str) -> &str {
-    match field {
+fn api_field(field: &str) -> Cow<'_, str> {
+    if let Some(place) = field.strip_prefix("inputs[") {
+        return format!("input[{place}").into();
+    }
+    let name = match field {
         "sampling.choices" => "n",
         "sampling.prompt_logprobs" => "logprobs",
+        "inputs" => "input",
         other => other.strip_prefix("sampling.").or_else(|| other.strip_prefix("stop.")).unwrap_or(other),
-    }
+    };
+    name.into()
 }
 
 #[cfg(test)]

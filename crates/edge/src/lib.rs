@@ -6,6 +6,7 @@
 mod answer;
 mod body;
 mod convert;
+mod embeddings;
 mod patient;
 mod process;
 mod request_ids;

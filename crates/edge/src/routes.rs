@@ -23,6 +23,7 @@ use crate::{
 const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 const RESPONSES: &str = "/v1/responses";
+const EMBEDDINGS: &str = "/v1/embeddings";
 const MESSAGES: &str = "/v1/messages";
 const COUNT_TOKENS: &str = "/v1/messages/count_tokens";
 
@@ -47,6 +48,13 @@ pub(crate) struct Routes {
     ready: ReadyFlag,
     limits: BodyLimits,
     ids: RequestIds,
+}
+
+/// What engines are asked for.
+#[derive(Clone, Copy, Debug)]
+enum Work {
+    Generate(Endpoint),
+    Embed,
 }
 
 #[derive(Serialize)]
@@ -115,11 +123,14 @@ impl Routes {
         let path = request.uri().path();
         match (request.method(), path) {
             (&Method::POST, CHAT_COMPLETIONS) => {
-                self.complete(Endpoint::ChatCompletions, CHAT_COMPLETIONS, request).await
+                self.work(Work::Generate(Endpoint::ChatCompletions), CHAT_COMPLETIONS, request).await
             }
-            (&Method::POST, COMPLETIONS) => self.complete(Endpoint::Completions, COMPLETIONS, request).await,
-            (&Method::POST, RESPONSES) => self.complete(Endpoint::Responses, RESPONSES, request).await,
-            (&Method::POST, MESSAGES) => self.complete(Endpoint::Messages, MESSAGES, request).await,
+            (&Method::POST, COMPLETIONS) => {
+                self.work(Work::Generate(Endpoint::Completions), COMPLETIONS, request).await
+            }
+            (&Method::POST, RESPONSES) => self.work(Work::Generate(Endpoint::Responses), RESPONSES, request).await,
+            (&Method::POST, MESSAGES) => self.work(Work::Generate(Endpoint::Messages), MESSAGES, request).await,
+            (&Method::POST, EMBEDDINGS) => self.work(Work::Embed, EMBEDDINGS, request).await,
             (&Method::POST, COUNT_TOKENS) => Ok(self.answerer.count_tokens(self.body_of(request).await?).await?),
             (&Method::POST, "/tokenize") => Ok(self.answerer.tokenize(self.body_of(request).await?).await?),
             (&Method::POST, "/detokenize") => Ok(self.answerer.detokenize(self.body_of(request).await?).await?),
@@ -176,9 +187,9 @@ impl Routes {
         self.read(&parts.headers, body).await
     }
 
-    async fn complete(
+    async fn work(
         &self,
-        endpoint: Endpoint,
+        work: Work,
         route: &'static str,
         request: Request<Incoming>,
     ) -> Result<Response<EdgeBody>, Refusal> {
@@ -192,7 +203,7 @@ impl Routes {
             { names::URL_SCHEME } = "http",
             { names::HTTP_STATUS } = Empty,
         );
-        let result = self.answer(endpoint, &parts.headers, body, &span).await;
+        let result = self.answer(work, &parts.headers, body, &span).await;
         match &result {
             Ok(response) => {
                 span.record(names::HTTP_STATUS, response.status().as_u16());
@@ -210,7 +221,7 @@ impl Routes {
 
     async fn answer(
         &self,
-        endpoint: Endpoint,
+        work: Work,
         headers: &HeaderMap,
         body: Incoming,
         span: &Span,
@@ -218,7 +229,12 @@ impl Routes {
         let caller = self.check_key(headers)?;
         let body = self.read(headers, body).await?;
         let new_id = || RequestIds::of_client(text_of(headers, REQUEST_ID)).unwrap_or_else(|| self.ids.next());
-        self.answerer.answer(endpoint, headers, caller, body, span.clone(), new_id).await
+        match work {
+            Work::Generate(endpoint) => {
+                self.answerer.answer(endpoint, headers, caller, body, span.clone(), new_id).await
+            }
+            Work::Embed => self.answerer.embed(headers, caller, body, span.clone(), new_id).await,
+        }
     }
 
     async fn read(&self, headers: &HeaderMap, mut body: Incoming) -> Result<Bytes, KvistError> {

@@ -14,8 +14,8 @@ use futures::{future::BoxFuture, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::{engine::v1::FinishReason, router::v1::ModelSummary};
 use kvist_router::{
-    ChoiceEnd, EventStream, GenerateEnd, GenerateEvent, GenerateInput, Prompt, RequestContext, RouterSettings,
-    TextDelta, Tokens, Usage,
+    ChoiceEnd, EmbedInput, EmbedOutput, EventStream, GenerateEnd, GenerateEvent, GenerateInput, Prompt, RequestContext,
+    RouterSettings, TextDelta, Tokens, Usage,
 };
 use kvist_telemetry::Metrics;
 use parking_lot::Mutex;
@@ -65,6 +65,10 @@ impl Generate for Scripted {
             });
             Ok(EventStream::new("test-1".into(), 1, events))
         })
+    }
+
+    fn embed(&self, _: RequestContext, _: EmbedInput) -> BoxFuture<'_, Result<EmbedOutput, KvistError>> {
+        Box::pin(async { Err(KvistError::new(Code::NotImplemented, "no script")) })
     }
 
     fn detokenize<'a>(&'a self, _: &'a str, _: &'a [u32]) -> BoxFuture<'a, Result<String, KvistError>> {

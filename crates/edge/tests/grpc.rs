@@ -203,8 +203,6 @@ async fn an_answer_comes_with_its_end_and_can_be_explained() {
     let detokenize =
         wire::DetokenizeRequest { model: MODEL.to_owned(), token_ids: tokenized.token_ids, skip_special_tokens: false };
     assert_eq!("Say it, please", limited(client.detokenize(detokenize)).await.unwrap().into_inner().text);
-    let embed = limited(client.embed(wire::EmbedRequest::default())).await.unwrap_err();
-    assert_eq!(tonic::Code::Unimplemented, embed.code());
     let models = limited(client.list_models(wire::ListModelsRequest {})).await.unwrap().into_inner().models;
     assert_eq!((1, 1, 4096), (models.len(), models[0].ready_targets, models[0].context_tokens));
     router.stop().await;

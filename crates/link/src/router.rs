@@ -16,9 +16,9 @@ use kvist_doors::{ClientTls, PeerRole};
 use kvist_errors::{Code, KvistError, from_status};
 use kvist_proto::{
     engine::v1::{
-        AbortReason, AbortStream, ConnectRequest, ConnectResponse, EngineRequest, GetResultRequest,
-        GetTokenizerRequest, Hello, PutPromptRequest, RouterMessage, StartRequest, StreamEvent, TokenLogprobs,
-        TokenizerHeader, WorkerDescription, engine_request, engine_service_client::EngineServiceClient,
+        AbortReason, AbortStream, ConnectRequest, ConnectResponse, EmbedRequest, Embedding, EngineRequest,
+        GetResultRequest, GetTokenizerRequest, Hello, PutPromptRequest, RouterMessage, StartRequest, StreamEvent,
+        TokenLogprobs, TokenizerHeader, WorkerDescription, engine_request, engine_service_client::EngineServiceClient,
         get_tokenizer_response, router_message, stream_event,
     },
     events::v1::LoadReport,
@@ -308,6 +308,23 @@ impl WorkerLink {
             return Err(KvistError::new(Code::Internal, "the tokenizer came incomplete"));
         }
         Ok((header, file))
+    }
+
+    /// Asks for embeddings. Dropping the future tells the worker that nobody waits.
+    ///
+    /// # Errors
+    /// `ENGINE_LOST` when the connection broke; what the worker says else.
+    pub async fn embed(&self, request: EmbedRequest, time_left: Duration) -> Result<Vec<Embedding>, KvistError> {
+        let mut request = tonic::Request::new(request);
+        request.set_timeout(time_left);
+        match self.client().embed(request).await {
+            Ok(response) => Ok(response.into_inner().embeddings),
+            // The worker's own errors have details; this is the connection's.
+            Err(status) if status.details().is_empty() && status.code() != tonic::Code::DeadlineExceeded => {
+                Err(KvistError::new(Code::EngineLost, "the connection to the engine broke before it answered"))
+            }
+            Err(status) => Err(from_status(&status)),
+        }
     }
 
     fn shared(&self) -> &Shared {

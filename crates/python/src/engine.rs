@@ -10,14 +10,15 @@ use std::{
 
 use bytes::Bytes;
 use kvist_errors::{Code, KvistError};
-use kvist_proto::engine::v1::{AbortReason, Capabilities, EngineRequest};
-use kvist_worker::{Engine, EngineDescription, EngineHost, RequestSink, TokenizerFile, takes_no_adapters};
+use kvist_proto::engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest};
+use kvist_worker::{EmbedSink, Engine, EngineDescription, EngineHost, RequestSink, TokenizerFile, takes_no_adapters};
 use parking_lot::Mutex;
 use prost::Message as _;
 use pyo3::{prelude::*, types::PyBytes};
 use serde::Deserialize;
 
 use crate::{
+    embed_sink::EmbedAnswer,
     engine_host::{Host, Sink},
     failure::from_python,
 };
@@ -73,6 +74,7 @@ struct CapabilityNames {
 enum Command {
     Submit(Box<EngineRequest>, RequestSink),
     Abort(String, AbortReason),
+    Embed(EmbedRequest, EmbedSink),
 }
 
 /// The thread that hands commands over, and the way to it.
@@ -186,6 +188,10 @@ impl Engine for PythonEngine {
         self.send(Command::Abort(request_id.to_owned(), reason));
     }
 
+    fn embed(&self, request: EmbedRequest, sink: EmbedSink) {
+        self.send(Command::Embed(request, sink));
+    }
+
     // Calls that have to wait for an answer give their place in the runtime away meanwhile.
 
     fn reset_cache(&self) -> Result<u64, KvistError> {
@@ -246,6 +252,19 @@ fn hand_over_one(py: Python<'_>, adapter: &Py<PyAny>, command: Command) {
             let request = PyBytes::new(py, &request.encode_to_vec());
             if let Err(error) = adapter.call_method1(py, "submit", (request, sink.clone_ref(py))) {
                 sink.get().fail(&from_python(py, &error, "the engine refused the request"));
+            }
+        }
+        Command::Embed(request, sink) => {
+            let sink = match Py::new(py, EmbedAnswer::new(sink)) {
+                Ok(sink) => sink,
+                Err(error) => {
+                    tracing::error!(error = error.to_string(), "engine_embed_failed");
+                    return;
+                }
+            };
+            let request = PyBytes::new(py, &request.encode_to_vec());
+            if let Err(error) = adapter.call_method1(py, "embed", (request, sink.clone_ref(py))) {
+                sink.get().fail(from_python(py, &error, "the engine refused the call"));
             }
         }
         Command::Abort(request_id, reason) => {

@@ -2,10 +2,8 @@
 
 #![expect(clippy::too_many_arguments, reason = "keywords in Python; the functions that PyO3 makes are meant")]
 
-use std::time::Duration;
-
 use kvist_blocks::BlockHash;
-use kvist_errors::{Code, FieldViolation, KvistError};
+use kvist_errors::KvistError;
 use kvist_ledger::EngineHash;
 use kvist_proto::{
     engine::v1::{Finished, TokenDelta},
@@ -15,7 +13,7 @@ use kvist_worker::{EngineHost, RequestSink};
 use prost::Message as _;
 use pyo3::prelude::*;
 
-use crate::failure::{raise, raise_invalid};
+use crate::failure::{error_of, raise, raise_invalid};
 
 /// The ledgers and the load of a worker. All methods may be called from any thread.
 #[pyclass(frozen, name = "EngineHost", module = "kvist._core")]
@@ -178,11 +176,7 @@ impl Sink {
         retry_after_ms: Option<u64>,
         fields: Vec<(String, String)>,
     ) -> PyResult<()> {
-        let known = Code::from_name(code).ok_or_else(|| raise_invalid("code", "is not in the catalogue"))?;
-        let mut error = KvistError::new(known, message);
-        error.not_started = not_started;
-        error.retry_after = retry_after_ms.map(Duration::from_millis);
-        error.fields = fields.into_iter().map(|(field, description)| FieldViolation { field, description }).collect();
+        let error = error_of(code, message, not_started, retry_after_ms, fields)?;
         py.detach(|| self.inner.failed(&error));
         Ok(())
     }

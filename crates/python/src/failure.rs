@@ -1,6 +1,8 @@
 //! Errors on their way to Python.
 
-use kvist_errors::{Code, KvistError};
+use std::time::Duration;
+
+use kvist_errors::{Code, FieldViolation, KvistError};
 use pyo3::{create_exception, exceptions::PyException, prelude::*};
 
 create_exception!(
@@ -29,6 +31,22 @@ pub(crate) fn raise(error: &KvistError) -> PyErr {
 /// The exception for settings or a message that cannot be read.
 pub(crate) fn raise_invalid(what: &str, error: impl std::fmt::Display) -> PyErr {
     raise(&KvistError::field(Code::InvalidArgument, what, error.to_string()))
+}
+
+/// The error that an engine states, with a code of the catalogue and a public text.
+pub(crate) fn error_of(
+    code: &str,
+    message: &str,
+    not_started: bool,
+    retry_after_ms: Option<u64>,
+    fields: Vec<(String, String)>,
+) -> PyResult<KvistError> {
+    let known = Code::from_name(code).ok_or_else(|| raise_invalid("code", "is not in the catalogue"))?;
+    let mut error = KvistError::new(known, message);
+    error.not_started = not_started;
+    error.retry_after = retry_after_ms.map(Duration::from_millis);
+    error.fields = fields.into_iter().map(|(field, description)| FieldViolation { field, description }).collect();
+    Ok(error)
 }
 
 /// The error that an exception stands for: itself when it is one of the catalogue, else `ENGINE_FAILED` with a public

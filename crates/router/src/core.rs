@@ -407,6 +407,7 @@ impl RouterCore {
             tokens: Arc::new(tokens),
             adapter,
             cache_salt,
+            further_tokens: 0,
             max_tokens,
             text,
             needs: Needs::default(),

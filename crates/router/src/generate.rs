@@ -10,7 +10,7 @@ use std::{
 use futures::{Stream, future::BoxFuture};
 use kvist_errors::KvistError;
 use kvist_proto::{
-    engine::v1::{FinishReason, SamplingParameters, StopConditions, StructuredOutput},
+    engine::v1::{Embedding, FinishReason, SamplingParameters, StopConditions, StructuredOutput},
     events::v1::Receipt,
     router::v1::ModelSummary,
 };
@@ -308,6 +308,24 @@ impl Stream for EventStream {
     }
 }
 
+/// Inputs to embed, whatever door they came by.
+#[derive(Clone, Debug)]
+pub struct EmbedInput {
+    /// Name of the model.
+    pub model: String,
+    /// One for each embedding.
+    pub inputs: Vec<Prompt>,
+}
+
+/// Their embeddings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EmbedOutput {
+    /// The router's id of the request.
+    pub request_id: Arc<str>,
+    /// In order of the inputs.
+    pub embeddings: Vec<Embedding>,
+}
+
 /// The tokens of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tokens {
@@ -323,6 +341,9 @@ pub trait Generate: Send + Sync + 'static {
     /// will tell; an error means that nothing runs or waits.
     fn generate(&self, context: RequestContext, input: GenerateInput)
     -> BoxFuture<'_, Result<EventStream, KvistError>>;
+
+    /// Embeds inputs. Dropping the future ends what runs for it.
+    fn embed(&self, context: RequestContext, input: EmbedInput) -> BoxFuture<'_, Result<EmbedOutput, KvistError>>;
 
     /// The text of token ids.
     fn detokenize<'a>(&'a self, model: &'a str, token_ids: &'a [u32]) -> BoxFuture<'a, Result<String, KvistError>>;

@@ -11,6 +11,7 @@ mod convert;
 mod core;
 mod decision_metrics;
 mod door;
+mod embed;
 mod explain;
 mod feed;
 mod follow;
@@ -40,8 +41,9 @@ mod upstream_settings;
 pub use cluster::StateVersion;
 pub use core::{RouterCore, RouterStatus};
 pub use generate::{
-    AnswerForm, CallDelta, CallHead, ChoiceEnd, EventStream, Generate, GenerateEnd, GenerateEvent, GenerateInput,
-    Prompt, ReasoningDelta, RequestContext, TextDelta, TokenLogprob, Tokens, ToolChoice, Usage,
+    AnswerForm, CallDelta, CallHead, ChoiceEnd, EmbedInput, EmbedOutput, EventStream, Generate, GenerateEnd,
+    GenerateEvent, GenerateInput, Prompt, ReasoningDelta, RequestContext, TextDelta, TokenLogprob, Tokens, ToolChoice,
+    Usage,
 };
 pub use keys::{ApiKeys, Caller};
 pub use maintenance::maintain;

@@ -12,7 +12,7 @@ use kvist_telemetry::{RequestLine, names};
 use crate::{
     core::RouterCore,
     explain::{Ending, SeenDecision},
-    generate::{GenerateInput, Prompt, Usage},
+    generate::{EmbedInput, GenerateInput, Prompt, Usage},
     metrics::{ModelLabel, RequestLabels},
 };
 
@@ -95,6 +95,14 @@ impl RequestRecord {
             .record(names::MAX_TOKENS, input.stop.max_tokens)
             .record(names::TEMPERATURE, input.sampling.temperature)
             .record(names::TOP_P, input.sampling.top_p);
+    }
+
+    /// The same for embeddings.
+    pub(crate) fn asked_to_embed(&self, input: &EmbedInput) {
+        self.span
+            .record(names::REQUEST_ID, &*self.request_id)
+            .record(names::OPERATION, "embeddings")
+            .record(names::MODEL, input.model.as_str());
     }
 
     /// A target was chosen.

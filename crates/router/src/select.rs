@@ -32,6 +32,8 @@ const MOST_RECENT_MARKS: usize = 200_000;
 pub(crate) struct Demand {
     pub(crate) request_id: Arc<str>,
     pub(crate) tokens: Arc<Vec<u32>>,
+    /// Tokens of other prompts that go to the same target with it, whose place in caches is not looked at.
+    pub(crate) further_tokens: u64,
     pub(crate) adapter: String,
     pub(crate) cache_salt: String,
     pub(crate) max_tokens: Option<u32>,
@@ -63,6 +65,7 @@ pub(crate) struct Needs {
     grammar: bool,
     choice: bool,
     adapter: bool,
+    embeddings: bool,
 }
 
 impl Needs {
@@ -81,7 +84,13 @@ impl Needs {
             grammar: matches!(constraint, Some(Constraint::Grammar(_))),
             choice: matches!(constraint, Some(Constraint::Choice(_))),
             adapter: !input.adapter.is_empty(),
+            embeddings: false,
         }
+    }
+
+    /// Vectors instead of text.
+    pub(crate) fn of_embeddings() -> Self {
+        Self { embeddings: true, ..Self::default() }
     }
 
     /// The same for a request whose constraint makes the answer tool calls.
@@ -89,8 +98,18 @@ impl Needs {
         Self { calls, ..self }
     }
 
-    /// The field that an engine cannot honor.
-    fn missing(self, can: &Capabilities, most_top_logprobs: u32) -> Option<&'static str> {
+    /// The field that an engine cannot honor, and why.
+    fn missing(self, can: &Capabilities, most_top_logprobs: u32) -> Option<(&'static str, &'static str)> {
+        match (self.embeddings, can.embeddings) {
+            (true, false) => return Some(("model", "its engines generate text and make no embeddings")),
+            (false, true) => return Some(("model", "its engines make embeddings and generate no text")),
+            _ => {}
+        }
+        let field = self.missing_field(can, most_top_logprobs)?;
+        Some((field, "the engines of this model cannot honor it"))
+    }
+
+    fn missing_field(self, can: &Capabilities, most_top_logprobs: u32) -> Option<&'static str> {
         if self.logprobs && !can.logprobs {
             Some("logprobs")
         } else if self.top_logprobs.is_some_and(|top| top > most_top_logprobs) {
@@ -229,6 +248,8 @@ impl Selector {
     ) -> (Arc<SeenDecision>, Result<Placement, KvistError>) {
         let started = Instant::now();
         let prompt_tokens = demand.tokens.len();
+        // What generates needs room for a token.
+        let room = usize::from(!demand.needs.embeddings);
         let mut lookups: Vec<(&str, usize, Matches)> = Vec::with_capacity(1);
         let mut positions = Vec::with_capacity(model.workers.len());
         for node in &model.workers {
@@ -256,10 +277,10 @@ impl Selector {
                 most_running = self::most_running(description);
                 let missing =
                     demand.needs.missing(&description.capabilities.unwrap_or_default(), limits.max_top_logprobs);
-                if let Some(field) = missing {
-                    missing_field = missing_field.or_else(|| unavailable.is_none().then_some(field));
+                if let Some(missing) = missing {
+                    missing_field = missing_field.or_else(|| unavailable.is_none().then_some(missing));
                     unsuitable = Some("lacks_capability");
-                } else if limits.context_tokens > 0 && prompt_tokens >= limits.context_tokens as usize {
+                } else if limits.context_tokens > 0 && prompt_tokens + room > limits.context_tokens as usize {
                     unsuitable = Some("context_too_short");
                 }
             }
@@ -306,7 +327,7 @@ impl Selector {
             }
         }
         let request = Request {
-            prompt_tokens: prompt_tokens as u64,
+            prompt_tokens: prompt_tokens as u64 + demand.further_tokens,
             expected_output_tokens: expected_output_tokens(demand.max_tokens),
             session: demand.session.clone(),
             ..Request::default()
@@ -468,7 +489,7 @@ fn text_differs(node: &WorkerNode, demand: &Demand) -> Option<&'static str> {
 }
 
 /// Why nobody was chosen, as the client should hear it.
-fn why_none(decision: &SeenDecision, missing_field: Option<&'static str>) -> KvistError {
+fn why_none(decision: &SeenDecision, missing: Option<(&'static str, &'static str)>) -> KvistError {
     let all = |reasons: &[&str]| {
         !decision.candidates.is_empty()
             && decision.candidates.iter().all(|seen| seen.excluded.is_some_and(|reason| reasons.contains(&reason)))
@@ -476,10 +497,10 @@ fn why_none(decision: &SeenDecision, missing_field: Option<&'static str>) -> Kvi
     let any = |reason| decision.candidates.iter().any(|seen| seen.excluded == Some(reason));
     let gone = ["draining", "connection_lost", "description_differs", "tokenizer_loading", "role", "already_tried"];
     let hard = |reason: &'static str| any(reason) && all(&[&gone[..], &[reason]].concat());
-    if let Some(field) = missing_field
+    if let Some((field, why)) = missing
         && hard("lacks_capability")
     {
-        return KvistError::field(Code::UnsupportedField, field, "the engines of this model cannot honor it");
+        return KvistError::field(Code::UnsupportedField, field, why);
     }
     if hard("context_too_short") {
         return KvistError::new(

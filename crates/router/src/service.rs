@@ -20,7 +20,7 @@ use crate::{
     core::RouterCore,
     door::{Entry, Ticket},
     explain::SeenDecision,
-    generate::{Generate as _, GenerateEvent, RequestContext},
+    generate::{EmbedInput, Generate as _, GenerateEvent, RequestContext},
     keys::{ApiKeys, Caller},
     leases::{DEFAULT_LEASE, LONGEST_LEASE, Lease},
     record::record_failure,
@@ -55,6 +55,14 @@ fn now_unix_seconds() -> i64 {
     i64::try_from(seconds).unwrap_or(0)
 }
 
+/// What a request may say of itself in its fields or in its metadata.
+#[derive(Default)]
+struct Named {
+    request_id: String,
+    session_id: String,
+    class: String,
+}
+
 impl Service {
     fn caller(&self, metadata: &MetadataMap) -> Result<Caller, KvistError> {
         let authorization = metadata.get("authorization").and_then(|value| value.to_str().ok());
@@ -65,18 +73,16 @@ impl Service {
     fn context(
         &self,
         metadata: &MetadataMap,
-        request: &mut wire::GenerateRequest,
+        fields: Named,
         span: tracing::Span,
     ) -> Result<RequestContext, KvistError> {
         let caller = self.caller(metadata)?;
-        let field_or = |field: &mut String, name: &str| {
-            let field = std::mem::take(field);
-            if field.is_empty() { text_of(metadata, name).to_owned() } else { field }
-        };
+        let field_or =
+            |field: String, name: &str| if field.is_empty() { text_of(metadata, name).to_owned() } else { field };
         Ok(RequestContext {
-            request_id: field_or(&mut request.request_id, "x-request-id"),
-            session_id: field_or(&mut request.session_id, SESSION_METADATA),
-            class: field_or(&mut request.class, CLASS_METADATA),
+            request_id: field_or(fields.request_id, "x-request-id"),
+            session_id: field_or(fields.session_id, SESSION_METADATA),
+            class: field_or(fields.class, CLASS_METADATA),
             deadline: read_grpc_timeout(text_of(metadata, "grpc-timeout")).map(|left| Instant::now() + left),
             span,
             traceparent: text_of(metadata, "traceparent").to_owned(),
@@ -106,7 +112,12 @@ impl RouterService for Service {
             { names::RPC_RESPONSE_STATUS_CODE } = Empty,
         );
         let read = || {
-            let context = self.context(&metadata, &mut request, span.clone())?;
+            let named = Named {
+                request_id: std::mem::take(&mut request.request_id),
+                session_id: std::mem::take(&mut request.session_id),
+                class: std::mem::take(&mut request.class),
+            };
+            let context = self.context(&metadata, named, span.clone())?;
             Ok((context, read_request(request, now_unix_seconds())?))
         };
         let (context, input) = read().inspect_err(|error: &KvistError| record_failure(&span, error.code))?;
@@ -131,8 +142,28 @@ impl RouterService for Service {
     }
 
     async fn embed(&self, request: Request<wire::EmbedRequest>) -> Result<Response<wire::EmbedResponse>, Status> {
-        self.caller(request.metadata())?;
-        Err(KvistError::new(Code::NotImplemented, "no pool of this version makes embeddings").into())
+        let (metadata, _, request) = request.into_parts();
+        let span = kvist_telemetry::request_span!(
+            names::SPAN_EMBED,
+            text_of(&metadata, "traceparent"),
+            { names::RPC_SYSTEM_NAME } = "grpc",
+            { names::RPC_METHOD } = names::SPAN_EMBED,
+            { names::RPC_RESPONSE_STATUS_CODE } = Empty,
+        );
+        let read = || {
+            let named = Named { request_id: request.request_id, ..Named::default() };
+            let context = self.context(&metadata, named, span.clone())?;
+            let now = now_unix_seconds();
+            let inputs = request.inputs.into_iter().map(|prompt| read_prompt(Some(prompt), now));
+            Ok((context, EmbedInput { model: request.model, inputs: inputs.collect::<Result<_, KvistError>>()? }))
+        };
+        let (context, input) = read().inspect_err(|error: &KvistError| record_failure(&span, error.code))?;
+        let output = Router(Arc::clone(&self.core)).embed(context, input).await?;
+        let mut response = Response::new(wire::EmbedResponse { embeddings: output.embeddings });
+        if let Ok(value) = output.request_id.parse() {
+            response.metadata_mut().insert("x-request-id", value);
+        }
+        Ok(response)
     }
 
     async fn tokenize(

@@ -14,7 +14,7 @@ use crate::{
     answer::{Answer, AnswerSettings},
     core::RouterCore,
     door::Ticket,
-    generate::{EventStream, Generate, GenerateInput, Prompt, RequestContext, Tokens},
+    generate::{EmbedInput, EmbedOutput, EventStream, Generate, GenerateInput, Prompt, RequestContext, Tokens},
     life::Life,
     parsing::OfferedTools,
     record::RequestRecord,
@@ -27,7 +27,7 @@ const STARTING_POLL_INTERVAL: Duration = Duration::from_millis(10);
 impl RouterCore {
     /// In the first seconds of a process, waits for the first target of a model. Whoever restarts a router that is the
     /// only one sees a pause and no refusal.
-    async fn wait_while_starting(&self, model: &str, deadline: Instant) {
+    pub(crate) async fn wait_while_starting(&self, model: &str, deadline: Instant) {
         let until = self.starting_until.min(deadline);
         while Instant::now() < until && !self.is_draining() {
             let view = self.view();
@@ -85,6 +85,7 @@ impl RouterCore {
             tokens: Arc::new(tokens),
             adapter: input.adapter.clone(),
             cache_salt: join_salts(&context.caller_salt, &input.cache_salt),
+            further_tokens: 0,
             max_tokens: input.stop.max_tokens,
             text: text.clone(),
             needs,
@@ -148,7 +149,11 @@ pub(crate) fn join_salts(of_caller: &str, of_request: &str) -> String {
     }
 }
 
-fn check_context(context_tokens: u32, prompt_tokens: u32, max_tokens: Option<u32>) -> Result<(), KvistError> {
+pub(crate) fn check_context(
+    context_tokens: u32,
+    prompt_tokens: u32,
+    max_tokens: Option<u32>,
+) -> Result<(), KvistError> {
     let completion = max_tokens.unwrap_or(1);
     let wanted = u64::from(prompt_tokens) + u64::from(completion);
     if context_tokens == 0 || wanted <= u64::from(context_tokens) {
@@ -167,6 +172,19 @@ fn check_context(context_tokens: u32, prompt_tokens: u32, max_tokens: Option<u32
 #[derive(Clone, Debug)]
 pub struct Router(pub Arc<RouterCore>);
 
+impl Router {
+    /// The record of a request that has come in, under a new id.
+    fn record(&self, context: &RequestContext) -> RequestRecord {
+        let request_id: Arc<str> = self.0.request_id(&context.request_id).into();
+        let (caller, span) = (Arc::clone(&context.caller), context.span.clone());
+        let mut record = RequestRecord::new(Arc::clone(&self.0), request_id, caller, context.door, span);
+        record.trace_id = kvist_telemetry::span_traceparent(&context.span)
+            .or_else(|| kvist_telemetry::parse_traceparent(&context.traceparent))
+            .map(|place| place.trace_id_hex());
+        record
+    }
+}
+
 impl Generate for Router {
     fn generate(
         &self,
@@ -174,15 +192,9 @@ impl Generate for Router {
         input: GenerateInput,
     ) -> BoxFuture<'_, Result<EventStream, KvistError>> {
         Box::pin(async move {
-            let request_id: Arc<str> = self.0.request_id(&context.request_id).into();
-            let caller = Arc::clone(&context.caller);
-            let span = context.span.clone();
-            let mut record =
-                RequestRecord::new(Arc::clone(&self.0), Arc::clone(&request_id), caller, context.door, span.clone());
+            let record = self.record(&context);
+            let request_id = Arc::clone(&record.request_id);
             record.asked(&input);
-            record.trace_id = kvist_telemetry::span_traceparent(&span)
-                .or_else(|| kvist_telemetry::parse_traceparent(&context.traceparent))
-                .map(|place| place.trace_id_hex());
             let mut record = Some(record);
             let result = self.0.start(context, input, &mut record).await;
             // The id travels with the error, so that the client can ask about it.
@@ -192,6 +204,23 @@ impl Generate for Router {
                 }
                 error.with_metadata("request_id", &*request_id)
             })
+        })
+    }
+
+    fn embed(&self, context: RequestContext, input: EmbedInput) -> BoxFuture<'_, Result<EmbedOutput, KvistError>> {
+        Box::pin(async move {
+            let mut record = self.record(&context);
+            record.asked_to_embed(&input);
+            match self.0.embed(&context, input, &mut record).await {
+                Ok(output) => {
+                    record.finished("embedded");
+                    Ok(output)
+                }
+                Err(error) => {
+                    record.failed(error.code);
+                    Err(error.with_metadata("request_id", &*record.request_id))
+                }
+            }
         })
     }
 

@@ -157,6 +157,8 @@ names! { SPANS:
     SPAN_EDGE = "kvist.edge";
     /// A request at the gRPC door, named as the conventions name calls.
     SPAN_GENERATE = "kvist.router.v1.RouterService/Generate";
+    /// A request for embeddings at the router's gRPC door.
+    SPAN_EMBED = "kvist.router.v1.RouterService/Embed";
     /// Rendering and tokenizing.
     SPAN_TOKENIZE = "kvist.tokenize";
     /// The routing decision.

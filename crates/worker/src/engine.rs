@@ -2,9 +2,9 @@
 
 use bytes::Bytes;
 use kvist_errors::{Code, KvistError};
-use kvist_proto::engine::v1::{AbortReason, Capabilities, EngineRequest, TokenizerHeader};
+use kvist_proto::engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest, TokenizerHeader};
 
-use crate::{EngineHost, RequestSink};
+use crate::{EmbedSink, EngineHost, RequestSink, makes_no_embeddings};
 
 /// The tokenizer as the engine uses it.
 #[derive(Clone, Debug, Default)]
@@ -109,6 +109,12 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Ends a request within a step. Never blocks; its sink still gets a terminal event. An unknown id is ignored.
     fn abort(&self, request_id: &str, reason: AbortReason);
+
+    /// Makes embeddings of inputs that have at least one token each. Never blocks. Asked only of an engine whose
+    /// capabilities say that it was started for them; such an engine gets no other requests.
+    fn embed(&self, _request: EmbedRequest, sink: EmbedSink) {
+        sink.failed(makes_no_embeddings().before_start());
+    }
 
     /// Empties the prefix cache; returns how many blocks that were.
     ///

@@ -5,6 +5,7 @@
 
 mod deadlines;
 mod drain;
+mod embed;
 mod engine;
 mod host;
 mod metrics;
@@ -17,6 +18,7 @@ mod sink;
 mod vllm_events;
 mod worker;
 
+pub use embed::{EmbedSink, makes_no_embeddings};
 pub use engine::{Engine, EngineDescription, TokenizerFile, takes_no_adapters};
 pub use host::EngineHost;
 pub use server::{WorkerAddresses, WorkerServer};

@@ -112,8 +112,8 @@ impl EngineService for Service {
         Ok(Response::new(GenerateStream { worker: Arc::clone(&self.worker), request_id, receiver }))
     }
 
-    async fn embed(&self, _: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
-        Err(not_implemented("embeddings"))
+    async fn embed(&self, request: Request<EmbedRequest>) -> Result<Response<EmbedResponse>, Status> {
+        Ok(Response::new(self.worker.embed(request.into_inner()).await?))
     }
 
     async fn abort(&self, request: Request<AbortRequest>) -> Result<Response<AbortResponse>, Status> {

@@ -129,7 +129,7 @@ impl Worker {
                 }
             }
         };
-        self.running_count.send_modify(|count| *count += 1);
+        self.count_running(1);
         if let Some(time_left) = &request.time_left {
             // A negative time is one that is over.
             let time_left = Duration::try_from(*time_left).unwrap_or_default();
@@ -185,8 +185,13 @@ impl Worker {
         if all.get(&running.request_id).is_some_and(|other| std::ptr::eq(&**other, running)) {
             all.remove(&running.request_id);
             drop(all);
-            self.running_count.send_modify(|count| *count -= 1);
+            self.count_running(-1);
         }
+    }
+
+    /// What runs has become more or less.
+    pub(crate) fn count_running(&self, change: isize) {
+        self.running_count.send_modify(|count| *count = count.saturating_add_signed(change));
     }
 
     /// Completes a receipt and holds it against the ledger: against what the engine says was claimed when it placed the
@@ -253,14 +258,25 @@ impl Worker {
         }
     }
 
+    /// # Errors
+    /// Why nothing new is taken.
+    pub(crate) fn check_takes_requests(&self) -> Result<(), KvistError> {
+        if *self.has_failed.borrow() {
+            return Err(KvistError::new(Code::EngineUnavailable, "the engine has failed"));
+        }
+        if self.is_draining.load(Ordering::SeqCst) {
+            return Err(KvistError::new(Code::Draining, "the worker takes nothing new"));
+        }
+        Ok(())
+    }
+
     fn check(&self, request: &EngineRequest) -> Result<(), KvistError> {
         let up = self.up()?;
         let refused = |error: KvistError| Err(error.before_start());
-        if *self.has_failed.borrow() {
-            return refused(KvistError::new(Code::EngineUnavailable, "the engine has failed"));
-        }
-        if self.is_draining.load(Ordering::SeqCst) {
-            return refused(KvistError::new(Code::Draining, "the worker takes nothing new"));
+        self.check_takes_requests().or_else(refused)?;
+        if up.description.capabilities.is_some_and(|can| can.embeddings) {
+            let message = "this engine was started for embeddings and generates nothing";
+            return refused(KvistError::new(Code::NotImplemented, message));
         }
         let own = &up.description.pool_revision;
         if !own.is_empty() && !request.pool_revision.is_empty() && *own != request.pool_revision {

@@ -1,5 +1,6 @@
 //! The simulated engine behind a worker: virtual time driven by a real clock.
 
+mod embeddings;
 mod steps;
 mod tokenizer;
 
@@ -8,7 +9,7 @@ use std::{collections::HashMap, sync::Arc, time::Duration};
 use kvist_blocks::{BlockHash, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::{
-    engine::v1::{AbortReason, Capabilities, EngineRequest, engine_request::Prompt},
+    engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest, engine_request::Prompt},
     events::v1::LoadReport,
 };
 use kvist_twin::{SimEngine, SimRequest, SimSettings};
@@ -17,8 +18,11 @@ use serde::Deserialize;
 use tokio::{sync::Notify, time::Instant};
 
 pub use self::tokenizer::sim_tokenizer;
-use self::tokenizer::{FIRST_WORD, WORD_COUNT};
-use crate::{Engine, EngineDescription, EngineHost, RequestSink};
+use self::{
+    embeddings::Embedder,
+    tokenizer::{FIRST_WORD, WORD_COUNT},
+};
+use crate::{EmbedSink, Engine, EngineDescription, EngineHost, RequestSink};
 
 /// How the simulated engine is. Names may also be written in camel case, as in manifests.
 #[derive(Clone, Debug, Deserialize)]
@@ -58,6 +62,9 @@ pub struct SimWorkerSettings {
     pub text_tokens: u32,
     /// Whether the engine has a tokenizer and a chat template of its own.
     pub tokenizer: bool,
+    /// Length of its embeddings, for an engine that makes these and generates nothing; 0 for one that generates.
+    #[serde(alias = "embeddingDimensions")]
+    pub embedding_dimensions: u32,
 }
 
 impl Default for SimWorkerSettings {
@@ -75,6 +82,7 @@ impl Default for SimWorkerSettings {
             stop_after_tokens: None,
             text_tokens: 64,
             tokenizer: true,
+            embedding_dimensions: 0,
         }
     }
 }
@@ -83,6 +91,7 @@ impl Default for SimWorkerSettings {
 pub struct SimWorkerEngine {
     settings: SimWorkerSettings,
     shared: Arc<Shared>,
+    embedder: Arc<Embedder>,
 }
 
 impl std::fmt::Debug for SimWorkerEngine {
@@ -153,7 +162,9 @@ impl SimWorkerEngine {
             is_closed: false,
         };
         let shared = Shared { started: Instant::now(), state: Mutex::new(state), has_work: Notify::new() };
-        Self { settings, shared: Arc::new(shared) }
+        let most_calls = (settings.max_running as usize).saturating_add(settings.max_waiting as usize);
+        let embedder = Embedder::new(settings.embedding_dimensions, settings.prefill_tokens_per_second, most_calls);
+        Self { settings, shared: Arc::new(shared), embedder }
     }
 
     fn check(&self, request: &EngineRequest) -> Result<(), KvistError> {
@@ -187,7 +198,11 @@ impl Engine for SimWorkerEngine {
             block_size_tokens: self.settings.block_size_tokens,
             ranks: 1,
             claims_hold_for_all: true,
-            capabilities: Capabilities { kv_events: true, ..Capabilities::default() },
+            capabilities: Capabilities {
+                kv_events: self.settings.embedding_dimensions == 0,
+                embeddings: self.settings.embedding_dimensions > 0,
+                ..Capabilities::default()
+            },
             tokenizer: self.settings.tokenizer.then(sim_tokenizer),
             ..EngineDescription::default()
         })
@@ -256,6 +271,14 @@ impl Engine for SimWorkerEngine {
         state.engine.abort(id);
         drop(state);
         self.shared.has_work.notify_one();
+    }
+
+    fn embed(&self, request: EmbedRequest, sink: EmbedSink) {
+        // Without a host the sink is dropped, which fails the call.
+        let host = self.shared.state.lock().host.clone();
+        if let Some(host) = host {
+            self.embedder.embed(host, request, sink);
+        }
     }
 
     fn reset_cache(&self) -> Result<u64, KvistError> {

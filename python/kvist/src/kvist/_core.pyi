@@ -47,6 +47,23 @@ class EngineHost:
     def failed(self, reason: str) -> None:
         """The engine is broken: nothing new is taken and what runs fails. The reason is for the log."""
 
+class EmbedSink:
+    """Where the embeddings of one call go. Dropped before its end, the call fails."""
+
+    def finished(self, response: bytes) -> None:
+        """The embeddings: an encoded `kvist.engine.v1.EmbedResponse`, one for each input in order."""
+    def failed(
+        self,
+        code: str,
+        message: str,
+        not_started: bool = False,
+        retry_after_ms: int | None = None,
+        fields: list[tuple[str, str]] = ...,
+    ) -> None:
+        """The call failed, with a code of the catalogue and a public text."""
+    def is_abandoned(self) -> bool:
+        """Whether nobody waits for the embeddings any more."""
+
 class NatsCredentials:
     """A user's credentials at NATS."""
 

@@ -19,6 +19,7 @@ class EngineCapabilities:
         json_schema: Output constrained by a JSON schema.
         grammar: Output constrained by a grammar.
         regex: Output constrained by a regular expression.
+        embeddings: It was started for embeddings, and generates nothing.
         adapters: LoRA adapters.
         kv_transfer: Hand-over of KV between engines.
         kv_events: The cache is accounted for, block by block.
@@ -28,6 +29,7 @@ class EngineCapabilities:
     json_schema: bool = False
     grammar: bool = False
     regex: bool = False
+    embeddings: bool = False
     adapters: bool = False
     kv_transfer: bool = False
     kv_events: bool = False
@@ -149,10 +151,33 @@ class RequestSink(Protocol):
         """The request failed, with a code of the catalogue, a public text, and (path, why) of each wrong field."""
 
 
+class EmbedSink(Protocol):
+    """Where the embeddings of one call go; exactly one `finished` or `failed` ends it."""
+
+    def finished(self, response: bytes) -> None:
+        """An encoded `EmbedResponse`, one embedding for each input in order."""
+
+    def failed(
+        self,
+        code: str,
+        message: str,
+        *,
+        not_started: bool = False,
+        retry_after_ms: int | None = None,
+        fields: list[tuple[str, str]] = ...,
+    ) -> None:
+        """The call failed, with a code of the catalogue, a public text, and (path, why) of each wrong field."""
+
+    def is_abandoned(self) -> bool:
+        """Whether nobody waits for the embeddings any more."""
+
+
 class EngineAdapter(Protocol):
     """One engine. The core calls `description` and `tokenizer_json`, then `start`, then the rest.
 
     An engine with LoRA adapters also has `load_adapter(name, path)` and `unload_adapter(name)`, which may take time.
+    One that was started for embeddings also has `embed(request: bytes, sink: EmbedSink)`, which takes an encoded
+    `EmbedRequest` and never blocks.
     """
 
     def description(self) -> str:

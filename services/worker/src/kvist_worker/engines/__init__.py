@@ -25,6 +25,7 @@ def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
             try:
                 # Imported here: a worker loads the one engine it hosts.
                 from kvist_worker.engines.llamacpp import LlamaCppArguments, LlamaCppEngine  # noqa: PLC0415
+                from kvist_worker.engines.llamacpp_embeddings import LlamaCppEmbedder  # noqa: PLC0415
             except ImportError as failure:
                 raise error(
                     "NOT_IMPLEMENTED", "the engine llamacpp needs the extra `llamacpp` of kvist-worker"
@@ -38,7 +39,7 @@ def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
                         for item in failure.errors(include_url=False)
                     ]
                 ) from failure
-            return LlamaCppEngine(checked)
+            return LlamaCppEmbedder(checked) if checked.embeddings else LlamaCppEngine(checked)
         case "vllm":
             try:
                 from kvist_worker.engines.vllm import binding  # noqa: PLC0415

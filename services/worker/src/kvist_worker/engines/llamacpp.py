@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import xllamacpp
 from pydantic import ConfigDict, Field
@@ -51,6 +51,13 @@ _ERROR_CODES: Mapping[str, str] = {
 }
 
 
+_POOLINGS: Mapping[str, xllamacpp.llama_pooling_type] = {
+    "mean": xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN,
+    "cls": xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_CLS,
+    "last": xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_LAST,
+}
+
+
 class LlamaCppArguments(Settings):
     """Arguments of the engine `llamacpp`."""
 
@@ -72,6 +79,10 @@ class LlamaCppArguments(Settings):
     """Requests that may wait for a slot."""
     tokenizer_cache_folder: Path | None = None
     """Where the converted tokenizer is kept; below the user's cache folder when absent."""
+    embeddings: bool = False
+    """Makes embeddings and generates nothing."""
+    pooling: Literal["mean", "cls", "last"] = "mean"
+    """How the vectors of an input's tokens become one; only with `embeddings`. `last` for models trained for it."""
 
 
 class CompletionServer(Protocol):
@@ -97,7 +108,7 @@ def packaged_model_path() -> Path:
     raise invalid_field("engine_arguments.modelPath", f"is needed when the package {_MODEL_PACKAGE} is not installed")
 
 
-def start_server(arguments: LlamaCppArguments, model_path: Path) -> CompletionServer:
+def start_server(arguments: LlamaCppArguments, model_path: Path) -> xllamacpp.Server:
     """Loads the model.
 
     Raises:
@@ -108,9 +119,15 @@ def start_server(arguments: LlamaCppArguments, model_path: Path) -> CompletionSe
     parameters.n_parallel = arguments.slots
     parameters.n_ctx = arguments.slots * arguments.context_tokens
     parameters.n_batch = parameters.n_ubatch = arguments.batch_tokens
+    if arguments.embeddings:
+        parameters.embedding = True
+        parameters.pooling_type = _POOLINGS[arguments.pooling]
+        # An input is pooled in one step, so the longest has to fit in it.
+        parameters.n_batch = parameters.n_ubatch = arguments.context_tokens
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = arguments.threads
     # What would move or drop KV behind the account's back.
-    parameters.kv_unified = False
+    # Inputs of different lengths that are pooled together come out right from one common cache only.
+    parameters.kv_unified = arguments.embeddings
     parameters.cache_ram_mib = 0
     parameters.cache_idle_slots = False
     parameters.ctx_shift = False
@@ -129,7 +146,7 @@ def start_server(arguments: LlamaCppArguments, model_path: Path) -> CompletionSe
     parameters.endpoint_slots = False
     parameters.verbosity = -1
     try:
-        server: CompletionServer = xllamacpp.Server(parameters)
+        server = xllamacpp.Server(parameters)
     except Exception as failure:  # The binding raises whatever C++ threw.
         _log.exception("model_not_loaded")
         raise error("ENGINE_FAILED", "llama.cpp could not load the model") from failure

@@ -279,7 +279,7 @@ class Capabilities(_message.Message):
     regex: _builtins.bool
     """Output constrained by a regular expression."""
     embeddings: _builtins.bool
-    """Embeddings."""
+    """Embeddings. An engine that was started for them generates nothing: `Generate` and `Connect` refuse its requests."""
     images: _builtins.bool
     """Image input."""
     adapters: _builtins.bool
@@ -1496,21 +1496,25 @@ class EmbedRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request; may be empty."""
+    rank: _builtins.int
+    """Data-parallel rank that computes them."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
-        """One sequence for each embedding."""
+        """One sequence for each embedding; at least one, none of them empty."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         inputs: _abc.Iterable[Global___TokenIds] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "rank", b"rank", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

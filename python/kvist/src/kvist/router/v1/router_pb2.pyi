@@ -630,7 +630,7 @@ class EmbedRequest(_message.Message):
     """The caller's own id."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
-        """One prompt for each embedding."""
+        """One prompt for each embedding; at most 2,048."""
 
     def __init__(
         self,

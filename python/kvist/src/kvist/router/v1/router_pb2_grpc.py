@@ -106,7 +106,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embeddings. Errors: UNIMPLEMENTED when no pool of the model embeds.
+        """Embeddings. Idempotent; safe to retry. Errors: INVALID_ARGUMENT when the model's engines were not started for them,
+        NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class RouterServiceStub:
     Errors: INVALID_ARGUMENT, NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
     """
     Embed: _grpc.UnaryUnaryMultiCallable[_router_pb2.EmbedRequest, _router_pb2.EmbedResponse]
-    """Embeddings. Errors: UNIMPLEMENTED when no pool of the model embeds."""
+    """Embeddings. Idempotent; safe to retry. Errors: INVALID_ARGUMENT when the model's engines were not started for them,
+    NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]
     """Text or chat messages to token ids, exactly as `Generate` would. Idempotent."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.DetokenizeRequest, _router_pb2.DetokenizeResponse]
@@ -78,7 +80,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Errors: INVALID_ARGUMENT, NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_router_pb2.EmbedRequest, _router_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Embeddings. Errors: UNIMPLEMENTED when no pool of the model embeds."""
+    """Embeddings. Idempotent; safe to retry. Errors: INVALID_ARGUMENT when the model's engines were not started for them,
+    NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Text or chat messages to token ids, exactly as `Generate` would. Idempotent."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.DetokenizeRequest, _router_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -122,7 +126,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.EmbedResponse, _abc.Awaitable[_router_pb2.EmbedResponse]]:
-        """Embeddings. Errors: UNIMPLEMENTED when no pool of the model embeds."""
+        """Embeddings. Idempotent; safe to retry. Errors: INVALID_ARGUMENT when the model's engines were not started for them,
+        NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(
