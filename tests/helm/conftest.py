@@ -205,6 +205,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
                 "index_byte_budget": 4_294_967_296,
                 "default_deadline_seconds": 0.5,
                 "body_limit_bytes": 1024,
+                "cors_allowed_origins": ["https://chat.example.com"],
                 "first_token_timeout_seconds": 0,
                 "token_timeout_seconds": 7.5,
                 "body_timeout_seconds": 3,

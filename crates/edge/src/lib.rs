@@ -6,12 +6,16 @@
 mod answer;
 mod body;
 mod convert;
+mod cors;
 mod embeddings;
 mod patient;
 mod process;
+mod rate_limits;
 mod request_ids;
 mod routes;
 mod server;
+mod stalled;
 
+pub use cors::Cors;
 pub use process::{RouterAddresses, RouterProcess};
 pub use server::{EdgeServer, EdgeSettings};

@@ -11,7 +11,10 @@ use serde::Serialize;
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::server::{EdgeServer, EdgeSettings};
+use crate::{
+    cors::Cors,
+    server::{EdgeServer, EdgeSettings},
+};
 
 /// Time for the head of a request.
 const HEAD_TIME_LIMIT: Duration = Duration::from_secs(30);
@@ -84,6 +87,7 @@ impl RouterProcess {
             body_timeout: Duration::from_millis(settings.body_timeout_ms),
             write_timeout: Duration::from_millis(settings.write_timeout_ms),
             keep_alive_interval: Duration::from_millis(settings.keep_alive_interval_ms),
+            cors: Cors::new(&settings.cors_allowed_origins)?,
         };
         let generate = Arc::new(Router(Arc::clone(&core)));
         let edge = EdgeServer::start(&edge_settings, &http_door, generate, upstreams, Arc::clone(&keys), ready)

@@ -9,7 +9,7 @@ use hyper::body::{Body as _, Incoming};
 use kvist_dialect::Endpoint;
 use kvist_errors::{Code, KvistError};
 use kvist_proto::router::v1::ModelSummary;
-use kvist_router::{ApiKeys, record_failure};
+use kvist_router::{ApiKeys, Caller, RateLimits, record_failure};
 use kvist_telemetry::{ReadyFlag, names};
 use serde::Serialize;
 use tracing::{Span, field::Empty};
@@ -17,6 +17,8 @@ use tracing::{Span, field::Empty};
 use crate::{
     answer::{Answerer, REQUEST_ID, Refusal, json, put_request_id, refuse, text_of},
     body::EdgeBody,
+    cors::Cors,
+    rate_limits::put_rate_limits,
     request_ids::RequestIds,
 };
 
@@ -48,6 +50,7 @@ pub(crate) struct Routes {
     ready: ReadyFlag,
     limits: BodyLimits,
     ids: RequestIds,
+    cors: Cors,
 }
 
 /// What engines are asked for.
@@ -90,8 +93,14 @@ struct Version {
 }
 
 impl Routes {
-    pub(crate) fn new(answerer: Answerer, keys: Arc<ApiKeys>, ready: ReadyFlag, limits: BodyLimits) -> Self {
-        Self { answerer, keys, ready, limits, ids: RequestIds::new() }
+    pub(crate) fn new(
+        answerer: Answerer,
+        keys: Arc<ApiKeys>,
+        ready: ReadyFlag,
+        limits: BodyLimits,
+        cors: Cors,
+    ) -> Self {
+        Self { answerer, keys, ready, limits, ids: RequestIds::new(), cors }
     }
 
     pub(crate) async fn serve(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Infallible> {
@@ -99,21 +108,31 @@ impl Routes {
         let is_anthropic = matches!(request.uri().path(), MESSAGES | COUNT_TOKENS);
         // A request that was answered before the router gave it an id keeps the client's, or gets one here.
         let own_id = || asked_id.unwrap_or_else(|| self.ids.next());
-        match self.route(request).await {
+        let readable_by = self.cors.allowed(request.headers());
+        let mut limits = RateLimits::default();
+        let mut response = match self.route(request, &mut limits).await {
             Ok(mut response) => {
                 if !response.headers().contains_key(REQUEST_ID) {
                     put_request_id(&mut response, is_anthropic, &own_id());
                 }
-                Ok(response)
+                response
             }
             Err(mut refusal) => {
                 refusal.request_id = Some(refusal.request_id.unwrap_or_else(own_id));
-                Ok(refuse(&refusal, is_anthropic))
+                refuse(&refusal, is_anthropic)
             }
+        };
+        put_rate_limits(response.headers_mut(), &limits);
+        if let Some(origin) = readable_by {
+            self.cors.put(response.headers_mut(), origin);
         }
+        Ok(response)
     }
 
-    async fn route(&self, request: Request<Incoming>) -> Result<Response<EdgeBody>, Refusal> {
+    async fn route(&self, request: Request<Incoming>, limits: &mut RateLimits) -> Result<Response<EdgeBody>, Refusal> {
+        if let Some(preflight) = self.cors.preflight(&request) {
+            return Ok(preflight);
+        }
         let headers_bytes: usize =
             request.headers().iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
         if headers_bytes > HEADERS_LIMIT_BYTES {
@@ -123,19 +142,25 @@ impl Routes {
         let path = request.uri().path();
         match (request.method(), path) {
             (&Method::POST, CHAT_COMPLETIONS) => {
-                self.work(Work::Generate(Endpoint::ChatCompletions), CHAT_COMPLETIONS, request).await
+                self.work(Work::Generate(Endpoint::ChatCompletions), CHAT_COMPLETIONS, request, limits).await
             }
             (&Method::POST, COMPLETIONS) => {
-                self.work(Work::Generate(Endpoint::Completions), COMPLETIONS, request).await
+                self.work(Work::Generate(Endpoint::Completions), COMPLETIONS, request, limits).await
             }
-            (&Method::POST, RESPONSES) => self.work(Work::Generate(Endpoint::Responses), RESPONSES, request).await,
-            (&Method::POST, MESSAGES) => self.work(Work::Generate(Endpoint::Messages), MESSAGES, request).await,
-            (&Method::POST, EMBEDDINGS) => self.work(Work::Embed, EMBEDDINGS, request).await,
-            (&Method::POST, COUNT_TOKENS) => Ok(self.answerer.count_tokens(self.body_of(request).await?).await?),
-            (&Method::POST, "/tokenize") => Ok(self.answerer.tokenize(self.body_of(request).await?).await?),
-            (&Method::POST, "/detokenize") => Ok(self.answerer.detokenize(self.body_of(request).await?).await?),
+            (&Method::POST, RESPONSES) => {
+                self.work(Work::Generate(Endpoint::Responses), RESPONSES, request, limits).await
+            }
+            (&Method::POST, MESSAGES) => self.work(Work::Generate(Endpoint::Messages), MESSAGES, request, limits).await,
+            (&Method::POST, EMBEDDINGS) => self.work(Work::Embed, EMBEDDINGS, request, limits).await,
+            (&Method::POST, COUNT_TOKENS) => {
+                Ok(self.answerer.count_tokens(self.body_of(request, limits).await?).await?)
+            }
+            (&Method::POST, "/tokenize") => Ok(self.answerer.tokenize(self.body_of(request, limits).await?).await?),
+            (&Method::POST, "/detokenize") => {
+                Ok(self.answerer.detokenize(self.body_of(request, limits).await?).await?)
+            }
             (&Method::GET, "/v1/models") => {
-                self.check_key(request.headers())?;
+                self.check_key(request.headers(), limits)?;
                 let models = self.models().await?;
                 let data = models.iter().map(ModelEntry::from).collect();
                 Ok(write(&ModelList { object: "list", data }))
@@ -147,7 +172,7 @@ impl Routes {
             (&Method::GET, "/livez") => Ok(text(StatusCode::OK, "ok\n".to_owned())),
             (&Method::GET, "/version") => Ok(write(&Version { version: env!("CARGO_PKG_VERSION") })),
             (&Method::GET, _) if path.starts_with("/v1/models/") => {
-                self.check_key(request.headers())?;
+                self.check_key(request.headers(), limits)?;
                 // Names may hold slashes, and clients escape them or not.
                 let name = unescape(path.trim_start_matches("/v1/models/"));
                 let models = self.models().await?;
@@ -171,18 +196,21 @@ impl Routes {
         Ok(models)
     }
 
-    fn check_key(&self, headers: &HeaderMap) -> Result<kvist_router::Caller, KvistError> {
+    /// Who asks, and where it stands.
+    fn check_key(&self, headers: &HeaderMap, limits: &mut RateLimits) -> Result<Caller, KvistError> {
         let authorization = headers.get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         // Clients of the Anthropic API have a header of their own.
-        match headers.get("x-api-key").and_then(|value| value.to_str().ok()) {
+        let caller = match headers.get("x-api-key").and_then(|value| value.to_str().ok()) {
             Some(key) if authorization.is_none() => self.keys.check_key(key.trim()),
             _ => self.keys.check(authorization),
-        }
+        }?;
+        *limits = caller.limits;
+        Ok(caller)
     }
 
     /// The body of a request that may ask.
-    async fn body_of(&self, request: Request<Incoming>) -> Result<Bytes, KvistError> {
-        self.check_key(request.headers())?;
+    async fn body_of(&self, request: Request<Incoming>, limits: &mut RateLimits) -> Result<Bytes, KvistError> {
+        self.check_key(request.headers(), limits)?;
         let (parts, body) = request.into_parts();
         self.read(&parts.headers, body).await
     }
@@ -192,6 +220,7 @@ impl Routes {
         work: Work,
         route: &'static str,
         request: Request<Incoming>,
+        limits: &mut RateLimits,
     ) -> Result<Response<EdgeBody>, Refusal> {
         let (parts, body) = request.into_parts();
         let span = kvist_telemetry::request_span!(
@@ -203,7 +232,7 @@ impl Routes {
             { names::URL_SCHEME } = "http",
             { names::HTTP_STATUS } = Empty,
         );
-        let result = self.answer(work, &parts.headers, body, &span).await;
+        let result = self.answer(work, &parts.headers, body, &span, limits).await;
         match &result {
             Ok(response) => {
                 span.record(names::HTTP_STATUS, response.status().as_u16());
@@ -225,8 +254,9 @@ impl Routes {
         headers: &HeaderMap,
         body: Incoming,
         span: &Span,
+        limits: &mut RateLimits,
     ) -> Result<Response<EdgeBody>, Refusal> {
-        let caller = self.check_key(headers)?;
+        let caller = self.check_key(headers, limits)?;
         let body = self.read(headers, body).await?;
         let new_id = || RequestIds::of_client(text_of(headers, REQUEST_ID)).unwrap_or_else(|| self.ids.next());
         match work {

@@ -1,6 +1,6 @@
 //! The HTTP server: connections and their ends.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use futures::StreamExt as _;
 use hyper::service::service_fn;
@@ -23,8 +23,10 @@ use tokio_util::{
 
 use crate::{
     answer::Answerer,
+    cors::Cors,
     patient::PatientIo,
     routes::{BodyLimits, Routes},
+    stalled::ServedBody,
 };
 
 /// Requests at once on one HTTP/2 connection.
@@ -47,6 +49,8 @@ pub struct EdgeSettings {
     pub write_timeout: Duration,
     /// Time without an event after which a stream gets a comment line.
     pub keep_alive_interval: Duration,
+    /// Which web pages may ask.
+    pub cors: Cors,
 }
 
 /// A running HTTP server. Dropping it ends its connections.
@@ -76,7 +80,7 @@ impl EdgeServer {
         let address = listener.local_addr()?;
         let limits = BodyLimits { bytes: settings.body_limit_bytes, time: settings.body_timeout };
         let answerer = Answerer::new(generate, upstreams, settings.keep_alive_interval);
-        let routes = Arc::new(Routes::new(answerer, keys, ready, limits));
+        let routes = Arc::new(Routes::new(answerer, keys, ready, limits, settings.cors.clone()));
         let times = ConnectionTimes { head: settings.head_timeout, write: settings.write_timeout };
         let (closing, ending, connections) = (CancellationToken::new(), CancellationToken::new(), TaskTracker::new());
         let accepting = tokio::spawn(accept(
@@ -162,7 +166,13 @@ async fn serve<S>(
     builder.http2().timer(TokioTimer::new()).max_concurrent_streams(STREAMS);
     let service = service_fn(move |request| {
         let routes = Arc::clone(&routes);
-        async move { routes.serve(request).await }
+        async move {
+            let is_one_of_several = request.version() == http::Version::HTTP_2;
+            let response = routes.serve(request).await?;
+            Ok::<_, Infallible>(response.map(|body| {
+                if is_one_of_several { ServedBody::watched(body, times.write) } else { ServedBody::Plain(body) }
+            }))
+        }
     });
     let connection = builder.serve_connection(TokioIo::new(PatientIo::new(stream, times.write)), service);
     tokio::pin!(connection);

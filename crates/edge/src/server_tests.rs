@@ -124,7 +124,7 @@ impl Edge {
         let answerer = Answerer::new(Arc::clone(&scripted) as Arc<dyn Generate>, upstreams, Duration::from_secs(10));
         let keys = Arc::new(ApiKeys::load(None).unwrap());
         let limits = BodyLimits { bytes: body_bytes, time: Duration::from_secs(5) };
-        let routes = Arc::new(Routes::new(answerer, keys, ReadyFlag::new("testing"), limits));
+        let routes = Arc::new(Routes::new(answerer, keys, ReadyFlag::new("testing"), limits, Cors::default()));
         let times = ConnectionTimes { head: Duration::from_secs(3), write: Duration::from_secs(30) };
         Self { scripted, routes, times }
     }

@@ -20,8 +20,8 @@ use tokio::{
     net::{TcpSocket, TcpStream},
 };
 
-const DISCONNECTS: usize = 2_000;
-const AT_ONCE: usize = 32;
+const DISCONNECTS: usize = 10_000;
+const AT_ONCE: usize = 64;
 
 fn request(path: &str, body: &Value) -> Vec<u8> {
     let body = body.to_string();

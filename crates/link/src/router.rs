@@ -315,12 +315,16 @@ impl WorkerLink {
     /// # Errors
     /// `ENGINE_LOST` when the connection broke; what the worker says else.
     pub async fn embed(&self, request: EmbedRequest, time_left: Duration) -> Result<Vec<Embedding>, KvistError> {
+        let began = Instant::now();
         let mut request = tonic::Request::new(request);
         request.set_timeout(time_left);
         match self.client().embed(request).await {
             Ok(response) => Ok(response.into_inner().embeddings),
+            Err(_) if began.elapsed() >= time_left => {
+                Err(KvistError::new(Code::DeadlineExceeded, "the request took too long"))
+            }
             // The worker's own errors have details; this is the connection's.
-            Err(status) if status.details().is_empty() && status.code() != tonic::Code::DeadlineExceeded => {
+            Err(status) if status.details().is_empty() => {
                 Err(KvistError::new(Code::EngineLost, "the connection to the engine broke before it answered"))
             }
             Err(status) => Err(from_status(&status)),

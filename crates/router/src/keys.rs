@@ -4,12 +4,32 @@ use std::{
     collections::HashMap,
     path::{Path, PathBuf},
     sync::Arc,
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use arc_swap::ArcSwap;
 use kvist_errors::{Code, KvistError};
 use parking_lot::Mutex;
+
+/// How much of a limit is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RateLimit {
+    /// The most of a period.
+    pub limit: u64,
+    /// What is left of it.
+    pub remaining: u64,
+    /// Time until all of it is there again.
+    pub reset: Duration,
+}
+
+/// What a caller's limits are and how it stands with them. Keys of a file have none, so nobody has any yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RateLimits {
+    /// Of requests.
+    pub requests: Option<RateLimit>,
+    /// Of tokens.
+    pub tokens: Option<RateLimit>,
+}
 
 /// Who asks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,6 +38,8 @@ pub struct Caller {
     pub name: Arc<str>,
     /// Salt that separates its caches from all others; empty for none.
     pub cache_salt: Arc<str>,
+    /// Its limits.
+    pub limits: RateLimits,
 }
 
 type Table = HashMap<[u8; 32], Caller>;
@@ -114,7 +136,8 @@ fn parse(text: &str) -> Result<Table, KvistError> {
             .next()
             .and_then(parse_hash)
             .ok_or_else(|| wrong("must be name:sha256hex[:cache_salt] with 64 hex digits"))?;
-        let caller = Caller { name: name.into(), cache_salt: parts.next().unwrap_or_default().into() };
+        let caller =
+            Caller { name: name.into(), cache_salt: parts.next().unwrap_or_default().into(), ..Caller::default() };
         if table.insert(hash, caller).is_some() {
             return Err(wrong("repeats the key of another line"));
         }
@@ -147,7 +170,7 @@ mod tests {
             table: ArcSwap::from_pointee(parse(&format!("# keys\n\nalice:{SECRET}:salt:with:colons\n")).unwrap()),
             seen: Mutex::new(None),
         };
-        let alice = Caller { name: "alice".into(), cache_salt: "salt:with:colons".into() };
+        let alice = Caller { name: "alice".into(), cache_salt: "salt:with:colons".into(), ..Caller::default() };
         assert_eq!(Ok(alice), keys.check(Some("Bearer secret")));
         for wrong in [None, Some("secret"), Some("Bearer wrong"), Some("Basic secret")] {
             assert_eq!(Code::InvalidApiKey, keys.check(wrong).unwrap_err().code);

@@ -45,7 +45,7 @@ pub use generate::{
     GenerateEvent, GenerateInput, Prompt, ReasoningDelta, RequestContext, TextDelta, TokenLogprob, Tokens, ToolChoice,
     Usage,
 };
-pub use keys::{ApiKeys, Caller};
+pub use keys::{ApiKeys, Caller, RateLimit, RateLimits};
 pub use maintenance::maintain;
 pub use record::record_failure;
 pub use routing::{AdmissionSettings, RoutingSettings};

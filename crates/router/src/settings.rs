@@ -51,11 +51,14 @@ pub struct RouterSettings {
     pub token_timeout_ms: u64,
     /// Time for the body of a request, once its head has come.
     pub body_timeout_ms: u64,
-    /// Time for which a client may take nothing of what is to be written to it, before its connection is closed.
+    /// Time for which a client may take nothing of what is to be written to it, before its connection is closed, or its
+    /// stream is ended where others on the same connection go on.
     pub write_timeout_ms: u64,
     /// After the start, requests wait until this time for the first target of their model instead of being refused:
     /// known workers are still being connected to.
     pub startup_wait_ms: u64,
+    /// Origins whose pages may ask from a browser, `*` for all; none without any.
+    pub cors_allowed_origins: Vec<String>,
     /// Largest HTTP body.
     pub body_limit_bytes: usize,
     /// Time without an event after which a stream gets a comment line.
@@ -96,6 +99,7 @@ impl Default for RouterSettings {
             body_timeout_ms: 60_000,
             write_timeout_ms: 30_000,
             startup_wait_ms: 5_000,
+            cors_allowed_origins: Vec::new(),
             body_limit_bytes: 64 * 1024 * 1024,
             keep_alive_interval_ms: 10_000,
             text_threads: 0,

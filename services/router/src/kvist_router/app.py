@@ -55,6 +55,7 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "token_timeout_ms": int(settings.token_timeout_seconds * 1000),
         # At least one: 0 means something else.
         "body_timeout_ms": max(1, int(settings.body_timeout_seconds * 1000)),
+        "cors_allowed_origins": list(settings.cors_allowed_origins),
         "write_timeout_ms": max(1, int(settings.write_timeout_seconds * 1000)),
         "startup_wait_ms": int(settings.startup_wait_seconds * 1000),
         "body_limit_bytes": settings.body_limit_bytes,

@@ -76,9 +76,11 @@ class RouterSettings(DoorSettings):
     body_timeout_seconds: float = Field(default=60.0, gt=0, le=86_400)
     """Time for the body of a request, once its head has come."""
     write_timeout_seconds: float = Field(default=30.0, gt=0, le=86_400)
-    """A client that takes nothing for so long of what is to be written to it loses its connection."""
+    """A client that takes nothing of its answer for so long loses the connection, or its stream of HTTP/2."""
     startup_wait_seconds: float = Field(default=5.0, ge=0, le=600)
     """For so long after the start, requests wait for the first target of their model instead of being refused."""
+    cors_allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from a browser, such as https://chat.example.com, or `*` for all; none when empty."""
     body_limit_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest HTTP body."""
     drain_seconds: float = Field(default=30.0, ge=0, le=3_600)
