@@ -231,7 +231,7 @@ async def test_log_probabilities_and_constraints(worker: Worker) -> None:
     [
         ({"structured_output": engine_pb2.StructuredOutput(regex="a+")}, "UNSUPPORTED_FIELD"),
         ({"structured_output": engine_pb2.StructuredOutput(grammar="root ::= none")}, "INVALID_ARGUMENT"),
-        ({"sampling": engine_pb2.SamplingParameters(choices=2)}, "UNSUPPORTED_FIELD"),
+        ({"sampling": engine_pb2.SamplingParameters(prompt_logprobs=0)}, "UNSUPPORTED_FIELD"),
     ],
 )
 async def test_what_cannot_be_honored_is_refused(worker: Worker, fields: dict[str, Any], code: str) -> None:
@@ -248,3 +248,23 @@ async def test_a_reset_empties_the_ledger(worker: Worker) -> None:
     assert await worker.held_blocks() == set()
     _, finished = await worker.answer(*prompt, stop=engine_pb2.StopConditions(max_tokens=1))
     assert (finished.receipt.cached_tokens, finished.receipt.claimed_blocks) == (0, 0)
+
+
+async def test_choices_are_sequences_of_their_own(worker: Worker) -> None:
+    request = engine_pb2.EngineRequest(
+        request_id="choices",
+        tokens=engine_pb2.TokenIds(ids=range(100, 140)),
+        sampling=engine_pb2.SamplingParameters(choices=3, seed=5, temperature=1),
+        stop=engine_pb2.StopConditions(max_tokens=12, ignore_eos=True),
+    )
+    said: dict[int, list[int]] = {}
+    finished = engine_pb2.Finished()
+    async for response in worker.stub.Generate(engine_pb2.GenerateRequest(request=request), timeout=60):
+        said.setdefault(response.delta.index, []).extend(response.delta.token_ids)
+        finished.MergeFrom(response.finished)
+    # Tokens behind which a character is not whole at the end are counted and not told.
+    assert [0, 1, 2] == sorted(said)
+    assert all(8 < len(tokens) <= 12 for tokens in said.values())
+    assert said[0] != said[1] != said[2]
+    assert 36 == finished.receipt.completion_tokens
+    assert [finished.reason, *finished.choice_reasons] == [engine_pb2.FINISH_REASON_LENGTH] * 3

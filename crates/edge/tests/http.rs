@@ -310,6 +310,24 @@ async fn keys_are_asked_for_and_separate_caches() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_choices_come_from_an_engine_that_makes_one() {
+    let sim = SimWorkerSettings { decode_step_ms: 0.2, ..SimWorkerSettings::default() };
+    let worker = TestWorker::start_sim(0, sim).await;
+    let router = router(settings(), &[&worker]).await;
+    let address = router.addresses().http_address;
+    let whole = chat(json!({"n": 3, "max_tokens": 5, "ignore_eos": true}));
+    let answer = read(send(address, post("/v1/chat/completions", &whole)).await).await.json();
+    let choices = answer["choices"].as_array().unwrap();
+    assert_eq!((3, 15), (choices.len(), answer["usage"]["completion_tokens"].as_u64().unwrap()));
+    assert!(choices.iter().all(|choice| choice["finish_reason"] == "length" && choice["message"]["content"] != ""));
+    let streamed = chat(json!({"n": 3, "max_tokens": 5, "ignore_eos": true, "stream": true}));
+    let body = read(send(address, post("/v1/chat/completions", &streamed)).await).await.body;
+    assert_eq!(3, body.matches("\"finish_reason\":\"length\"").count(), "{body}");
+    assert_eq!(Some(&"[DONE]"), events(&body).last());
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_at_once_get_each_their_own_whole_answer() {
     let sim = SimWorkerSettings { prefill_tokens_per_second: 1e6, decode_step_ms: 1.0, ..SimWorkerSettings::default() };
     let workers = [TestWorker::start_sim(0, sim.clone()).await, TestWorker::start_sim(1, sim).await];

@@ -44,6 +44,8 @@ struct Description {
     #[serde(default)]
     claims_hold_for_all: bool,
     #[serde(default)]
+    makes_choices: bool,
+    #[serde(default)]
     capabilities: CapabilityNames,
     #[serde(default)]
     chat_template: String,
@@ -150,6 +152,7 @@ impl Engine for PythonEngine {
             block_size_tokens: said.block_size_tokens,
             ranks: said.ranks.max(1),
             claims_hold_for_all: said.claims_hold_for_all,
+            makes_choices: said.makes_choices,
             capabilities: Capabilities {
                 logprobs: can.logprobs,
                 json_schema: can.json_schema,

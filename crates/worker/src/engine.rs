@@ -76,6 +76,8 @@ pub struct EngineDescription {
     /// A request can use whatever blocks its rank holds. Not so where a request that runs keeps what is in its slot to
     /// itself: such an engine states by itself, in its receipts, what the ledger claimed for the slot it chose.
     pub claims_hold_for_all: bool,
+    /// It makes several choices of one request by itself. To another engine the worker gives one request for each.
+    pub makes_choices: bool,
     /// What it can do.
     pub capabilities: Capabilities,
     /// Its tokenizer.

@@ -3,6 +3,7 @@
 //! An engine stands behind [`Engine`]; what all engines share is here: the service, the ledger and its event stream,
 //! request ids, deadlines, draining. The simulated engine is built in.
 
+mod choices;
 mod deadlines;
 mod drain;
 mod embed;

@@ -249,7 +249,13 @@ fn up(settings: &WorkerSettings, about: EngineDescription, incarnation: u64, hos
         worker_version: env!("CARGO_PKG_VERSION").to_owned(),
         hash_seed: settings.hash_seed,
     };
-    Up { description, tokenizer: about.tokenizer, host, claims_hold_for_all: about.claims_hold_for_all }
+    Up {
+        description,
+        tokenizer: about.tokenizer,
+        host,
+        claims_hold_for_all: about.claims_hold_for_all,
+        makes_choices: about.makes_choices,
+    }
 }
 
 /// Aborts requests whose time is up.

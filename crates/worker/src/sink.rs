@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Weak,
+        Arc, OnceLock, Weak,
         atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering},
     },
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -15,7 +15,7 @@ use kvist_telemetry::names;
 use parking_lot::Mutex;
 use tracing::Span;
 
-use crate::{deadlines::DeadlineKey, promise::Promise, worker::Worker};
+use crate::{choices::Choices, deadlines::DeadlineKey, promise::Promise, worker::Worker};
 
 /// Who listens to a request.
 #[derive(Debug)]
@@ -48,6 +48,8 @@ pub(crate) struct Running {
     /// What the ledger promised all the while until then.
     kept_promise_tokens: AtomicU64,
     has_begun: AtomicBool,
+    /// By which the engine knows the choices, where it makes one of each request.
+    parts: OnceLock<Vec<Arc<str>>>,
 }
 
 impl Running {
@@ -63,6 +65,7 @@ impl Running {
             promise: Mutex::new(None),
             kept_promise_tokens: AtomicU64::new(0),
             has_begun: AtomicBool::new(false),
+            parts: OnceLock::new(),
         }
     }
 
@@ -93,7 +96,16 @@ impl Running {
         }
     }
 
-    fn delta(&self, delta: TokenDelta) {
+    pub(crate) fn set_parts(&self, parts: Vec<Arc<str>>) {
+        let _ = self.parts.set(parts);
+    }
+
+    /// What the engine knows the request by.
+    pub(crate) fn engine_ids(&self) -> &[Arc<str>] {
+        self.parts.get().map_or(std::slice::from_ref(&self.request_id), Vec::as_slice)
+    }
+
+    pub(crate) fn delta(&self, delta: TokenDelta) {
         self.begin();
         let overflow = match &*self.output.lock() {
             Some(Output::Link(output)) => {
@@ -109,7 +121,7 @@ impl Running {
         }
     }
 
-    fn finished(&self, mut finished: Finished, prompt_logprobs: Vec<TokenLogprobs>) {
+    pub(crate) fn finished(&self, mut finished: Finished, prompt_logprobs: Vec<TokenLogprobs>) {
         self.begin();
         let Some(output) = self.end() else { return };
         // A stop string that the router found is a regular end, however the engine was made to end.
@@ -141,8 +153,9 @@ impl Running {
         }
     }
 
-    pub(crate) fn fail(&self, error: &KvistError) {
-        let Some(output) = self.end() else { return };
+    /// False when it has ended before.
+    pub(crate) fn fail(&self, error: &KvistError) -> bool {
+        let Some(output) = self.end() else { return false };
         if let Some(worker) = self.worker.upgrade() {
             worker.metrics.request_ended(error.code.name());
         }
@@ -155,6 +168,7 @@ impl Running {
                 let _ = sender.send(RequestEvent::Failed(error.clone()));
             }
         }
+        true
     }
 
     /// Takes the output out, and the request out of the worker's books. None when it has ended before.
@@ -224,17 +238,32 @@ fn unix_nanos(time: SystemTime) -> u64 {
 /// Where an engine puts the events of one request. Exactly one terminal event gets through, the first; dropping it before
 /// fails the request with `ENGINE_FAILED`. Nothing blocks.
 #[derive(Debug)]
-pub struct RequestSink(Arc<Running>);
+pub struct RequestSink(Listener);
+
+/// Whose events they are.
+#[derive(Debug)]
+enum Listener {
+    Request(Arc<Running>),
+    /// One choice of several that end together.
+    Choice(Arc<Choices>, u32),
+}
 
 impl RequestSink {
     pub(crate) fn new(running: Arc<Running>) -> Self {
-        Self(running)
+        Self(Listener::Request(running))
+    }
+
+    pub(crate) fn of_choice(choices: Arc<Choices>, index: u32) -> Self {
+        Self(Listener::Choice(choices, index))
     }
 
     /// Id of the request.
     #[must_use]
     pub fn request_id(&self) -> &str {
-        &self.0.request_id
+        match &self.0 {
+            Listener::Request(running) => &running.request_id,
+            Listener::Choice(choices, index) => choices.id(*index),
+        }
     }
 
     /// New tokens of the first choice. `logprobs` has one entry for each token, or none. `cached_tokens` goes with the first
@@ -245,33 +274,47 @@ impl RequestSink {
 
     /// New tokens.
     pub fn delta(&self, delta: TokenDelta) {
-        self.0.delta(delta);
+        match &self.0 {
+            Listener::Request(running) => running.delta(delta),
+            Listener::Choice(choices, index) => choices.delta(*index, delta),
+        }
     }
 
     /// The engine ended the request.
     pub fn finished(&self, finished: Finished) {
-        self.0.finished(finished, Vec::new());
+        self.finished_with_prompt_logprobs(finished, Vec::new());
     }
 
     /// The engine ended the request, and has log-probabilities of its prompt.
     pub fn finished_with_prompt_logprobs(&self, finished: Finished, prompt_logprobs: Vec<TokenLogprobs>) {
-        self.0.finished(finished, prompt_logprobs);
+        match &self.0 {
+            Listener::Request(running) => running.finished(finished, prompt_logprobs),
+            Listener::Choice(choices, index) => choices.finished(*index, finished, prompt_logprobs),
+        }
     }
 
     /// The request failed.
     pub fn failed(&self, error: &KvistError) {
-        self.0.fail(error);
+        match &self.0 {
+            Listener::Request(running) => {
+                running.fail(error);
+            }
+            Listener::Choice(choices, index) => choices.failed(*index, error),
+        }
     }
 
     /// Whether somebody has asked for its end.
     #[must_use]
     pub fn is_aborted(&self) -> bool {
-        self.0.is_aborted()
+        match &self.0 {
+            Listener::Request(running) => running.is_aborted(),
+            Listener::Choice(choices, _) => choices.running().is_aborted(),
+        }
     }
 }
 
 impl Drop for RequestSink {
     fn drop(&mut self) {
-        self.0.fail(&KvistError::new(Code::EngineFailed, "the engine gave the request up"));
+        self.failed(&KvistError::new(Code::EngineFailed, "the engine gave the request up"));
     }
 }

@@ -22,6 +22,7 @@ use tracing::{Span, field::Empty};
 
 use crate::{
     Engine, EngineHost, RequestSink, TokenizerFile, WorkerSettings,
+    choices::Choices,
     deadlines::Deadlines,
     metrics::WorkerMetrics,
     promise::Promise,
@@ -49,6 +50,8 @@ pub(crate) struct Worker {
     /// Held from the look at the load to the engine's report of what it has accepted: of two requests at once, the
     /// second is held against the first.
     entrance: Mutex<()>,
+    /// For what is said on threads of the engine.
+    runtime: tokio::runtime::Handle,
     myself: Weak<Self>,
 }
 
@@ -65,9 +68,12 @@ pub(crate) struct Up {
     pub(crate) host: EngineHost,
     /// A request can use whatever blocks its rank holds.
     pub(crate) claims_hold_for_all: bool,
+    /// The engine makes several choices of one request by itself.
+    pub(crate) makes_choices: bool,
 }
 
 impl Worker {
+    /// Called inside a runtime.
     pub(crate) fn new(settings: WorkerSettings, engine: Arc<dyn Engine>) -> Arc<Self> {
         Arc::new_cyclic(|myself| Self {
             settings,
@@ -84,6 +90,7 @@ impl Worker {
             fence: AtomicU64::new(0),
             direct_number: AtomicU64::new(0),
             entrance: Mutex::new(()),
+            runtime: tokio::runtime::Handle::current(),
             myself: myself.clone(),
         })
     }
@@ -142,10 +149,23 @@ impl Worker {
         {
             running.set_promise(Promise::of(&up.host, &request));
         }
-        self.engine.submit(request, RequestSink::new(Arc::clone(&running)));
+        self.hand_over(request, &running);
         // Whoever failed what was running then may not have seen this one.
         if *self.has_failed.borrow() {
             running.fail(&KvistError::new(Code::EngineFailed, "the engine has failed"));
+        }
+    }
+
+    /// Gives a request to the engine, in as many parts as it needs.
+    fn hand_over(&self, request: EngineRequest, running: &Arc<Running>) {
+        let choices = request.sampling.as_ref().and_then(|sampling| sampling.choices).unwrap_or(1);
+        if choices <= 1 || self.up().is_ok_and(|up| up.makes_choices) {
+            return self.engine.submit(request, RequestSink::new(Arc::clone(running)));
+        }
+        let (choices, parts) = Choices::split(running, self.myself.clone(), &request, choices);
+        running.set_parts(choices.ids().to_vec());
+        for (index, part) in (0..).zip(parts) {
+            self.engine.submit(part, RequestSink::of_choice(Arc::clone(&choices), index));
         }
     }
 
@@ -158,26 +178,22 @@ impl Worker {
     pub(crate) fn abort_request(&self, request_id: &str, reason: AbortReason) -> bool {
         let Some(running) = self.running.lock().get(request_id).cloned() else { return false };
         running.note_abort(reason);
-        self.engine.abort(request_id, reason);
+        running.engine_ids().iter().for_each(|id| self.engine.abort(id, reason));
         true
     }
 
     /// The same from inside a call of the engine, which may hold its own locks.
     pub(crate) fn abort_soon(&self, request_id: &Arc<str>, reason: AbortReason) {
-        if let Some(running) = self.running.lock().get(request_id) {
-            running.note_abort(reason);
-        }
-        let (worker, request_id) = (self.myself.clone(), Arc::clone(request_id));
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            runtime.spawn(async move {
-                if let Some(worker) = worker.upgrade() {
-                    worker.engine.abort(&request_id, reason);
-                }
-            });
-        } else {
-            // A thread of the engine's own: the timer's task takes it over.
-            self.deadlines.add(Instant::now(), request_id);
-        }
+        let Some(running) = self.running.lock().get(request_id).cloned() else { return };
+        running.note_abort(reason);
+        self.abort_at_engine_soon(running.engine_ids().to_vec(), reason);
+    }
+
+    /// Tells the engine alone, from inside one of its calls, to end what it knows by these ids.
+    pub(crate) fn abort_at_engine_soon(&self, ids: Vec<Arc<str>>, reason: AbortReason) {
+        let Some(worker) = self.myself.upgrade() else { return };
+        // A thread of the engine's own is no thread of the runtime.
+        self.runtime.spawn(async move { ids.iter().for_each(|id| worker.engine.abort(id, reason)) });
     }
 
     pub(crate) fn forget(&self, running: &Running) {

@@ -108,6 +108,7 @@ impl Engine for ScriptedEngine {
             block_size_tokens: 16,
             ranks: 1,
             claims_hold_for_all: false,
+            makes_choices: true,
             capabilities: Capabilities { json_schema: self.template.is_some(), ..Capabilities::default() },
             tokenizer: Some(match self.template {
                 Some(template) => TokenizerFile { chat_template: template.to_owned(), ..sim_tokenizer() },

@@ -49,6 +49,7 @@ class EngineDescription:
         kv_blocks: Blocks of the cache; 0 when unknown.
         block_size_tokens: Tokens a block.
         ranks: Data-parallel ranks.
+        makes_choices: It makes several choices of one request by itself; another engine gets one request for each.
         capabilities: What it can do.
         chat_template: Jinja template; empty when there is none.
         bos_token: Text of the token that begins a sequence; empty when none.
@@ -66,6 +67,7 @@ class EngineDescription:
     kv_blocks: int
     block_size_tokens: int
     ranks: int = 1
+    makes_choices: bool = False
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     chat_template: str = ""
     bos_token: str = ""

@@ -104,6 +104,7 @@ class VllmEngine:
             kv_blocks=facts.kv_blocks,
             block_size_tokens=facts.block_size_tokens,
             ranks=facts.ranks,
+            makes_choices=True,
             capabilities=EngineCapabilities(
                 logprobs=True,
                 json_schema=True,
