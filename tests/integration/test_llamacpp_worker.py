@@ -268,3 +268,43 @@ async def test_choices_are_sequences_of_their_own(worker: Worker) -> None:
     assert said[0] != said[1] != said[2]
     assert 36 == finished.receipt.completion_tokens
     assert [finished.reason, *finished.choice_reasons] == [engine_pb2.FINISH_REASON_LENGTH] * 3
+
+
+async def test_a_call_that_the_model_begins_by_itself_keeps_to_its_schema(worker: Worker) -> None:
+    parts = [part async for part in worker.stub.GetTokenizer(engine_pb2.GetTokenizerRequest(), timeout=10)]
+    text = _core.ModelText(b"".join(part.data for part in parts[1:]))
+    # The pattern shows arguments that are not allowed.
+    shown = "".join(
+        f"Question: the sum of {left} and {right}\n<tool_call>\n"
+        f'{{"name": "add", "arguments": {{"left": {left}, "right": "{right}"}}}}\n</tool_call>\n'
+        for left, right in ((12, 33), (45, 51))
+    )
+    prompt = text.encode(shown + "Question: the sum of 27 and 18\n")
+    schema = {
+        "type": "object",
+        "properties": {"left": {"type": "integer", "minimum": 0, "maximum": 9}, "right": {"enum": [1, 2, 3]}},
+        "required": ["left", "right"],
+        "additionalProperties": False,
+    }
+    begin = '<tool_call>\n{"name": "add", "arguments": '
+    structures = [{"begin": begin, "schema": schema, "end": "}\n</tool_call>"}]
+    tag = json.dumps({"structures": structures, "triggers": ["<tool_call>"]})
+    fields = {
+        "stop": engine_pb2.StopConditions(max_tokens=60),
+        "sampling": engine_pb2.SamplingParameters(temperature=0),
+    }
+    free, _ = await worker.answer(*prompt, request_id="free", **fields)
+    assert '"left": 27, "right": "18"' in text.decode(free)
+    held, _ = await worker.answer(
+        *prompt, request_id="held", structured_output=engine_pb2.StructuredOutput(structural_tag=tag), **fields
+    )
+    said = text.decode(held)
+    arguments = json.loads(said.partition(begin)[2].partition("}\n</tool_call>")[0])
+    assert 0 <= arguments["left"] <= 9
+    assert arguments["right"] in {1, 2, 3}
+    # Without a call the text is free.
+    greeting = text.encode("Hello, my name is")
+    spoken, _ = await worker.answer(*greeting, request_id="spoken", **fields)
+    constraint = engine_pb2.StructuredOutput(structural_tag=tag)
+    same, _ = await worker.answer(*greeting, request_id="same", structured_output=constraint, **fields)
+    assert spoken == same

@@ -188,6 +188,32 @@ async fn a_call_that_is_asked_for_is_held_to_a_schema() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_strict_tool_is_held_to_its_schema_when_the_model_decides() {
+    let said = "Let me see. <tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+    let worker = TestWorker::start_with_template(Script::Answer(said), QWEN).await;
+    let router = router(settings(), &[&worker]).await;
+    let address = router.addresses().http_address;
+    let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false});
+    let tools = json!([
+        {"type": "function", "function": {"name": "f", "parameters": schema, "strict": true}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "required": ["b"]}}},
+    ]);
+    let answer = ask_chat(address, json!({"tools": tools})).await.json();
+    let message = &answer["choices"][0]["message"];
+    assert_eq!(json!({"name": "f", "arguments": "{\"a\": 1}"}), message["tool_calls"][0]["function"], "{answer}");
+    assert_eq!("Let me see.", message["content"].as_str().unwrap().trim());
+    let constraint = worker.engine.requests.lock()[0].structured_output.clone().unwrap().constraint.unwrap();
+    let Constraint::StructuralTag(tag) = constraint else { panic!("{constraint:?}") };
+    let tag: Value = serde_json::from_str(&tag).unwrap();
+    // A tool that is not strict may be called with whatever is an object.
+    let schemas: Vec<&Value> = tag["structures"].as_array().unwrap().iter().map(|one| &one["schema"]).collect();
+    assert_eq!((vec![&schema, &json!({"type": "object"})], &json!(["<tool_call>"])), (schemas, &tag["triggers"]));
+    let both = json!({"tools": tools, "response_format": {"type": "json_object"}});
+    assert_eq!(400, ask_chat(address, both).await.status);
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_call_that_the_budget_cuts_stays_open() {
     let cut = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"x";
     let worker = TestWorker::start_with_template(Script::Cut(cut), QWEN).await;

@@ -71,6 +71,7 @@ struct CapabilityNames {
     adapters: bool,
     kv_events: bool,
     kv_transfer: bool,
+    structural_tag: bool,
 }
 
 enum Command {
@@ -163,6 +164,7 @@ impl Engine for PythonEngine {
                 adapters: can.adapters,
                 kv_events: can.kv_events,
                 kv_transfer: can.kv_transfer,
+                structural_tag: can.structural_tag,
             },
             tokenizer,
         })

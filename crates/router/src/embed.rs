@@ -17,8 +17,9 @@ use crate::{
     generate::{EmbedInput, EmbedOutput, RequestContext, Usage},
     health::report_of,
     life::fingerprint,
+    needs::Needs,
     record::RequestRecord,
-    select::{Demand, Needs, Placement, to_u32},
+    select::{Demand, Placement, to_u32},
     start::{check_context, session_of},
 };
 

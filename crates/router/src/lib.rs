@@ -23,6 +23,7 @@ mod life;
 mod maintenance;
 mod metrics;
 mod model_state;
+mod needs;
 mod parsing;
 mod policy;
 mod quarantine;

@@ -23,7 +23,10 @@ pub(crate) struct OfferedTools {
     /// Calls in the conversation so far; some templates number them.
     past_calls: usize,
     is_chat: bool,
+    /// The whole answer keeps to a schema.
     is_constrained: bool,
+    /// What follows the mark of a call does.
+    is_strict: bool,
 }
 
 /// What to look for in an answer, and how ids of calls look.
@@ -62,11 +65,12 @@ impl CallIds {
 }
 
 impl OfferedTools {
-    /// Takes from a request what its answer may call, and makes the engine keep to a schema where calls are asked for.
+    /// Takes from a request what its answer may call, and makes the engine keep to a schema where calls are asked for or
+    /// a tool is strict.
     ///
     /// # Errors
     /// The choice asks for what is not there, or for two things at once.
-    pub(crate) fn take(input: &mut GenerateInput) -> Result<Self, KvistError> {
+    pub(crate) fn take(input: &mut GenerateInput, family: Option<ToolFamily>) -> Result<Self, KvistError> {
         let form = std::mem::take(&mut input.form);
         let (is_chat, tools, past_calls): (bool, &[Value], usize) = match &input.prompt {
             Prompt::Chat(chat) => (true, &chat.tools, chat.messages.iter().map(count_calls).sum()),
@@ -74,29 +78,33 @@ impl OfferedTools {
         };
         let name_of = |tool: &Value| tool.pointer("/function/name").and_then(Value::as_str).map(str::to_owned);
         let constraint = match &form.tool_choice {
+            ToolChoice::Auto if !form.strict_tools.is_empty() => {
+                Some(Constraint::StructuralTag(strict_tag(tools, &form.strict_tools, family)?.to_string()))
+            }
             ToolChoice::None | ToolChoice::Auto => None,
             ToolChoice::Required if tools.is_empty() => return Err(wrong("tool_choice", "needs tools")),
-            ToolChoice::Required => Some(list_schema(tools, form.single_call)),
+            ToolChoice::Required => Some(Constraint::JsonSchema(list_schema(tools, form.single_call).to_string())),
             ToolChoice::Named(name) => match tools.iter().find(|tool| name_of(tool).as_deref() == Some(name)) {
-                Some(tool) => Some(parameters_of(tool).clone()),
+                Some(tool) => Some(Constraint::JsonSchema(parameters_of(tool).to_string())),
                 None => return Err(wrong("tool_choice", format!("names `{name}`, which is not among the tools"))),
             },
         };
-        if form.tool_choice == ToolChoice::Auto && !form.strict_tools.is_empty() {
-            let why = "a schema can be kept to when calls are asked for (`tool_choice` required, or one tool by its name), \
-                       and not when the model decides";
-            return Err(KvistError::field(Code::UnsupportedField, "tools.strict", why));
-        }
-        if let Some(schema) = constraint {
+        let is_strict = matches!(constraint, Some(Constraint::StructuralTag(_)));
+        let names = tools.iter().filter_map(name_of).collect();
+        if constraint.is_some() {
             if input.structured_output.is_some() {
-                return Err(wrong("structured_output", "cannot be combined with a choice that asks for tool calls"));
+                let why = "cannot be combined with strict tools or a choice that asks for tool calls";
+                return Err(wrong("structured_output", why));
             }
-            let constraint = Some(Constraint::JsonSchema(schema.to_string()));
             input.structured_output = Some(StructuredOutput { constraint });
         }
-        let names = tools.iter().filter_map(name_of).collect();
-        let is_constrained = input.structured_output.as_ref().is_some_and(|output| output.constraint.is_some());
-        Ok(Self { form, names, past_calls, is_chat, is_constrained })
+        let has_constraint = input.structured_output.as_ref().is_some_and(|output| output.constraint.is_some());
+        Ok(Self { form, names, past_calls, is_chat, is_constrained: has_constraint && !is_strict, is_strict })
+    }
+
+    /// Whether the model decides on calls and their arguments have to keep to a schema.
+    pub(crate) fn are_strict(&self) -> bool {
+        self.is_strict
     }
 
     /// Whether the answer has to be calls.
@@ -158,7 +166,7 @@ fn count_calls(message: &Value) -> usize {
 }
 
 /// What the model's resource says, or else its template. A name of a later version counts as not given.
-fn tool_family(model: &Model, text: Option<&ModelText>) -> Option<ToolFamily> {
+pub(crate) fn tool_family(model: &Model, text: Option<&ModelText>) -> Option<ToolFamily> {
     match model.tool_parser.as_str() {
         NO_PARSER => None,
         name => ToolFamily::of_name(name).or_else(|| text.and_then(ModelText::tool_family)),
@@ -176,6 +184,24 @@ fn parameters_of(tool: &Value) -> &Value {
     static NOTHING: std::sync::LazyLock<Value> =
         std::sync::LazyLock::new(|| json!({"type": "object", "properties": {}}));
     tool.pointer("/function/parameters").filter(|schema| schema.is_object()).unwrap_or(&NOTHING)
+}
+
+/// Free text in which a call, once begun, names one of the tools and keeps to its schema where the tool is strict.
+fn strict_tag(tools: &[Value], strict: &[String], family: Option<ToolFamily>) -> Result<Value, KvistError> {
+    let Some(form) = family.and_then(ToolFamily::json_form) else {
+        let why = "calls of this model have no mark behind which an engine could keep to a schema; ask for calls \
+                   (`tool_choice` required, or one tool by its name)";
+        return Err(KvistError::field(Code::UnsupportedField, "tools.strict", why));
+    };
+    let structure = |tool: &Value| {
+        let name = tool.pointer("/function/name").cloned().unwrap_or_default();
+        let is_strict = name.as_str().is_some_and(|name| strict.iter().any(|other| other == name));
+        let schema = if is_strict { parameters_of(tool).clone() } else { json!({"type": "object"}) };
+        json!({"begin": format!("{}{name}{}", form.before_name, form.before_arguments), "schema": schema,
+            "end": form.behind_arguments})
+    };
+    let structures: Vec<Value> = tools.iter().map(structure).collect();
+    Ok(json!({"structures": structures, "triggers": [form.mark]}))
 }
 
 /// The schema of a list of at least one call.
@@ -280,7 +306,7 @@ mod tests {
         };
         let schema = |choice| {
             let mut input = input(choice, vec![tool("f", json!({"type": "object"}))]);
-            OfferedTools::take(&mut input).unwrap();
+            OfferedTools::take(&mut input, None).unwrap();
             input.structured_output.and_then(|output| output.constraint)
         };
         let named = ToolChoice::Named("f".to_owned());
@@ -288,14 +314,34 @@ mod tests {
         assert!(matches!(schema(ToolChoice::Required), Some(Constraint::JsonSchema(_))));
         assert_eq!(None, schema(ToolChoice::Auto));
         for choice in [ToolChoice::Required, named.clone()] {
-            let error = OfferedTools::take(&mut input(choice, Vec::new())).unwrap_err();
+            let error = OfferedTools::take(&mut input(choice, Vec::new()), None).unwrap_err();
             assert_eq!("tool_choice", error.fields[0].field);
         }
         let mut both = input(named, vec![tool("f", json!({}))]);
         both.structured_output = Some(StructuredOutput { constraint: Some(Constraint::JsonObject(true)) });
-        assert_eq!("structured_output", OfferedTools::take(&mut both).unwrap_err().fields[0].field);
-        let mut strict = input(ToolChoice::Auto, vec![tool("f", json!({}))]);
-        strict.form.strict_tools = vec!["f".to_owned()];
-        assert_eq!(Code::UnsupportedField, OfferedTools::take(&mut strict).unwrap_err().code);
+        assert_eq!("structured_output", OfferedTools::take(&mut both, None).unwrap_err().fields[0].field);
+        let strict = || {
+            let tools =
+                vec![tool("f", json!({"type": "object", "properties": {}})), tool("g", json!({"type": "object"}))];
+            let mut strict = input(ToolChoice::Auto, tools);
+            strict.form.strict_tools = vec!["f".to_owned()];
+            strict
+        };
+        for family in [None, Some(ToolFamily::Llama3Json)] {
+            let error = OfferedTools::take(&mut strict(), family).unwrap_err();
+            assert_eq!((Code::UnsupportedField, "tools.strict"), (error.code, error.fields[0].field.as_str()));
+        }
+        let mut strict = strict();
+        let tools = OfferedTools::take(&mut strict, Some(ToolFamily::Hermes)).unwrap();
+        assert!(tools.are_strict() && !tools.are_asked_for() && !tools.is_constrained);
+        let Some(Constraint::StructuralTag(tag)) = strict.structured_output.unwrap().constraint else { panic!() };
+        let structure = |name: &str, schema: Value| {
+            let begin = format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": ");
+            json!({"begin": begin, "schema": schema, "end": "}\n</tool_call>"})
+        };
+        let structures =
+            [structure("f", json!({"type": "object", "properties": {}})), structure("g", json!({"type": "object"}))];
+        let expected = json!({"structures": structures, "triggers": ["<tool_call>"]});
+        assert_eq!(expected, serde_json::from_str::<Value>(&tag).unwrap());
     }
 }

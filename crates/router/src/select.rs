@@ -8,7 +8,7 @@ use std::{
 use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
 use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
-use kvist_proto::engine::v1::{Capabilities, StructuredOutput, WorkerDescription, structured_output::Constraint};
+use kvist_proto::engine::v1::WorkerDescription;
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
     Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, TargetId,
@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use crate::{
     cluster::{ClusterView, ModelView},
     explain::{Claim, SeenCandidate, SeenDecision},
-    generate::GenerateInput,
+    needs::Needs,
     target::WorkerNode,
 };
 
@@ -50,83 +50,6 @@ impl Demand {
     /// Tokens that it is expected to need, prompt and answer.
     pub(crate) fn expected_tokens(&self) -> u64 {
         self.tokens.len() as u64 + expected_output_tokens(self.max_tokens)
-    }
-}
-
-/// Features that not every engine has.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Needs {
-    top_logprobs: Option<u32>,
-    logprobs: bool,
-    json: bool,
-    /// The JSON is that of tool calls.
-    calls: bool,
-    regex: bool,
-    grammar: bool,
-    choice: bool,
-    adapter: bool,
-    embeddings: bool,
-}
-
-impl Needs {
-    pub(crate) fn of(input: &GenerateInput) -> Self {
-        let constraint =
-            input.structured_output.as_ref().and_then(|StructuredOutput { constraint }| constraint.as_ref());
-        Self {
-            logprobs: input.sampling.top_logprobs.is_some() || input.sampling.prompt_logprobs.is_some(),
-            top_logprobs: input.sampling.top_logprobs.max(input.sampling.prompt_logprobs),
-            json: matches!(
-                constraint,
-                Some(Constraint::JsonObject(_) | Constraint::JsonSchema(_) | Constraint::StructuralTag(_))
-            ),
-            calls: false,
-            regex: matches!(constraint, Some(Constraint::Regex(_))),
-            grammar: matches!(constraint, Some(Constraint::Grammar(_))),
-            choice: matches!(constraint, Some(Constraint::Choice(_))),
-            adapter: !input.adapter.is_empty(),
-            embeddings: false,
-        }
-    }
-
-    /// Vectors instead of text.
-    pub(crate) fn of_embeddings() -> Self {
-        Self { embeddings: true, ..Self::default() }
-    }
-
-    /// The same for a request whose constraint makes the answer tool calls.
-    pub(crate) fn for_calls(self, calls: bool) -> Self {
-        Self { calls, ..self }
-    }
-
-    /// The field that an engine cannot honor, and why.
-    fn missing(self, can: &Capabilities, most_top_logprobs: u32) -> Option<(&'static str, &'static str)> {
-        match (self.embeddings, can.embeddings) {
-            (true, false) => return Some(("model", "its engines generate text and make no embeddings")),
-            (false, true) => return Some(("model", "its engines make embeddings and generate no text")),
-            _ => {}
-        }
-        let field = self.missing_field(can, most_top_logprobs)?;
-        Some((field, "the engines of this model cannot honor it"))
-    }
-
-    fn missing_field(self, can: &Capabilities, most_top_logprobs: u32) -> Option<&'static str> {
-        if self.logprobs && !can.logprobs {
-            Some("logprobs")
-        } else if self.top_logprobs.is_some_and(|top| top > most_top_logprobs) {
-            Some("top_logprobs")
-        } else if self.json && !can.json_schema {
-            Some(if self.calls { "tool_choice" } else { "response_format" })
-        } else if self.regex && !can.regex {
-            Some("structured_output.regex")
-        } else if self.grammar && !can.grammar {
-            Some("structured_output.grammar")
-        } else if self.choice && !(can.json_schema || can.grammar || can.regex) {
-            Some("structured_output.choice")
-        } else if self.adapter && !can.adapters {
-            Some("adapter")
-        } else {
-            None
-        }
     }
 }
 

@@ -16,9 +16,10 @@ use crate::{
     door::Ticket,
     generate::{EmbedInput, EmbedOutput, EventStream, Generate, GenerateInput, Prompt, RequestContext, Tokens},
     life::Life,
-    parsing::OfferedTools,
+    needs::Needs,
+    parsing::{OfferedTools, tool_family},
     record::RequestRecord,
-    select::{Demand, Needs, to_u32},
+    select::{Demand, to_u32},
 };
 
 /// Between two looks of a request that came before the first target.
@@ -63,8 +64,8 @@ impl RouterCore {
             let field = "sampling.prompt_logprobs";
             return Err(KvistError::field(Code::UnsupportedField, field, "this version does not return them"));
         }
-        let tools = OfferedTools::take(&mut input)?;
-        let needs = Needs::of(&input).for_calls(tools.are_asked_for());
+        let tools = OfferedTools::take(&mut input, tool_family(&model.model, model.text().as_deref()))?;
+        let needs = Needs::of(&input).for_tools(&tools);
         let tokenize_span = tracing::info_span!(parent: &context.span, names::SPAN_TOKENIZE);
         let encoding = self.tokenize_with(&model, input.prompt);
         let expired = || KvistError::new(Code::DeadlineExceeded, "the deadline passed before the request was placed");

@@ -16,7 +16,9 @@ mod vocabulary;
 
 pub use detokenize::Detokenizer;
 pub use model::{Chat, ModelText, TextError, TextHeader, digest_hex};
-pub use parse::{AnswerParser, CallIdForm, Calls, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily, ToolFamily};
+pub use parse::{
+    AnswerParser, CallIdForm, Calls, JsonCallForm, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily, ToolFamily,
+};
 pub use stop::{StopOutcome, StopStrings};
 
 #[cfg(test)]

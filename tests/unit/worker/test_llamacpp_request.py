@@ -92,7 +92,7 @@ def test_constraints_become_schemas_and_grammars() -> None:
         ("structured_output.regex", "UNSUPPORTED_FIELD", lambda m: setattr(m.structured_output, "regex", "a")),
         (
             "structured_output.structural_tag",
-            "UNSUPPORTED_FIELD",
+            "INVALID_ARGUMENT",
             lambda m: setattr(m.structured_output, "structural_tag", "{}"),
         ),
         (

@@ -109,7 +109,11 @@ impl Engine for ScriptedEngine {
             ranks: 1,
             claims_hold_for_all: false,
             makes_choices: true,
-            capabilities: Capabilities { json_schema: self.template.is_some(), ..Capabilities::default() },
+            capabilities: Capabilities {
+                json_schema: self.template.is_some(),
+                structural_tag: self.template.is_some(),
+                ..Capabilities::default()
+            },
             tokenizer: Some(match self.template {
                 Some(template) => TokenizerFile { chat_template: template.to_owned(), ..sim_tokenizer() },
                 None => sim_tokenizer(),

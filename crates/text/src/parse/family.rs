@@ -31,6 +31,19 @@ pub enum ToolFamily {
     Granite,
 }
 
+/// How a call is written around its name, which is JSON, and its arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JsonCallForm {
+    /// What nothing but a call begins with.
+    pub mark: &'static str,
+    /// From the mark on.
+    pub before_name: &'static str,
+    /// Between name and arguments.
+    pub before_arguments: &'static str,
+    /// Up to the end of the call.
+    pub behind_arguments: &'static str,
+}
+
 /// How a family of models marks its thoughts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReasoningFamily {
@@ -173,6 +186,17 @@ impl ToolFamily {
             Self::KimiK2 => CallIdForm::Numbered,
             _ => CallIdForm::Prefixed,
         }
+    }
+
+    /// How the family writes one call, for engines that are to keep to it; none where a call has no mark of plain text.
+    #[must_use]
+    pub fn json_form(self) -> Option<JsonCallForm> {
+        (self == Self::Hermes).then_some(JsonCallForm {
+            mark: HERMES.open,
+            before_name: "<tool_call>\n{\"name\": ",
+            before_arguments: ", \"arguments\": ",
+            behind_arguments: "}\n</tool_call>",
+        })
     }
 
     pub(crate) fn reader(self, tools: &Arc<[String]>) -> Option<ToolReader> {

@@ -16,7 +16,7 @@ mod sections;
 
 use std::sync::Arc;
 
-pub use family::{CallIdForm, ReasoningFamily, ToolFamily};
+pub use family::{CallIdForm, JsonCallForm, ReasoningFamily, ToolFamily};
 pub use piece::{Piece, Pieces};
 pub use reasoning::PromptEnd;
 

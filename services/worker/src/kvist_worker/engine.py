@@ -19,6 +19,7 @@ class EngineCapabilities:
         json_schema: Output constrained by a JSON schema.
         grammar: Output constrained by a grammar.
         regex: Output constrained by a regular expression.
+        structural_tag: Free text in which what follows a trigger keeps to a schema.
         embeddings: It was started for embeddings, and generates nothing.
         adapters: LoRA adapters.
         kv_transfer: Hand-over of KV between engines.
@@ -29,6 +30,7 @@ class EngineCapabilities:
     json_schema: bool = False
     grammar: bool = False
     regex: bool = False
+    structural_tag: bool = False
     embeddings: bool = False
     adapters: bool = False
     kv_transfer: bool = False

@@ -148,7 +148,7 @@ def test_the_engine_says_what_it_is_and_where_it_publishes(start: Callable[..., 
     assert (said["block_size_tokens"], said["kv_blocks"], said["context_tokens"]) == (32, 40, 64)
     assert (said["eos_token_ids"], said["add_bos"], said["bos_token"]) == ([2, 5], True, "<s>")
     assert {name for name, able in said["capabilities"].items() if able} == {
-        "logprobs", "json_schema", "grammar", "regex", "adapters", "kv_events",
+        "logprobs", "json_schema", "grammar", "regex", "structural_tag", "adapters", "kv_events",
     }  # fmt: skip
     assert stubbed.engine.tokenizer_json() == b"{}"
     assert stubbed.host.followed[1] == {

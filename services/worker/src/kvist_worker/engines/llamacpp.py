@@ -30,6 +30,7 @@ from kvist.events.v1 import events_pb2
 from kvist.settings import Settings
 from kvist_worker import gguf_tokenizer
 from kvist_worker.engine import EngineCapabilities, EngineDescription, EngineHost, RequestSink
+from kvist_worker.engines import llamacpp_structures
 from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress, duration
 from kvist_worker.engines.llamacpp_request import MAX_TOP_LOGPROBS, PreparedRequest, RequestLimits, prepare
 from kvist_worker.engines.llamacpp_tokens import TokenBytes
@@ -239,7 +240,11 @@ class LlamaCppEngine:
             kv_blocks=self._load.total_blocks,
             block_size_tokens=self._arguments.block_size_tokens,
             capabilities=EngineCapabilities(
-                logprobs=True, json_schema=True, grammar=True, kv_events=self._accounts_for_kv
+                logprobs=True,
+                json_schema=True,
+                grammar=True,
+                structural_tag=llamacpp_structures.are_supported(),
+                kv_events=self._accounts_for_kv,
             ),
             chat_template=tokenizer.chat_template,
             bos_token=tokenizer.bos_token,

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import FieldViolation, KvistError, error, invalid_field
+from kvist_worker.engines.llamacpp_structures import structural_grammar
 from kvist_worker.prompts import before_start, checked_prompt
 
 MAX_TOP_LOGPROBS = 20
@@ -172,6 +173,8 @@ def _constraint(structured: engine_pb2.StructuredOutput) -> dict[str, Any]:
             if not texts or not all(texts):
                 raise invalid_field("structured_output.choice", "needs at least one text, and none may be empty")
             return {"grammar": choice_grammar(texts)}
+        case "structural_tag":
+            return {"grammar": structural_grammar(structured.structural_tag)}
         case other:
             raise _unsupported(f"structured_output.{other}")
 

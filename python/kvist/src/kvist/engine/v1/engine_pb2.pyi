@@ -270,6 +270,7 @@ class Capabilities(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bool
     """Log-probabilities of generated tokens."""
     json_schema: _builtins.bool
@@ -288,6 +289,8 @@ class Capabilities(_message.Message):
     """KV events that account for every block (else none are sent)."""
     kv_transfer: _builtins.bool
     """KV hand-over between a prefill and a decode engine."""
+    structural_tag: _builtins.bool
+    """Free text in which what follows a trigger keeps to a schema."""
     def __init__(
         self,
         *,
@@ -300,10 +303,11 @@ class Capabilities(_message.Message):
         adapters: _builtins.bool = ...,
         kv_events: _builtins.bool = ...,
         kv_transfer: _builtins.bool = ...,
+        structural_tag: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "embeddings", b"embeddings", "grammar", b"grammar", "images", b"images", "json_schema", b"json_schema", "kv_events", b"kv_events", "kv_transfer", b"kv_transfer", "logprobs", b"logprobs", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "embeddings", b"embeddings", "grammar", b"grammar", "images", b"images", "json_schema", b"json_schema", "kv_events", b"kv_events", "kv_transfer", b"kv_transfer", "logprobs", b"logprobs", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,6 +110,7 @@ class VllmEngine:
                 json_schema=True,
                 grammar=True,
                 regex=True,
+                structural_tag=True,
                 adapters=facts.takes_adapters,
                 kv_events=bool(facts.event_sockets),
                 kv_transfer=facts.transfers_kv,
