@@ -50,7 +50,7 @@ def request_bytes(host: str, *, model: str, system: str, question: str, max_toke
     return head.encode() + body
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection that is kept open. Parses nothing while an answer comes, so as not to be what is measured."""
 
     def __init__(self) -> None:
@@ -60,10 +60,12 @@ class _Connection(asyncio.Protocol):
         self._answered: asyncio.Future[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Is ready to ask."""
         if isinstance(transport, asyncio.Transport):
             self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Collects the answer."""
         self._received += data
         if not self._first_at and self._received.count(_TEXT) > self._received.count(_NO_TEXT):
             self._first_at = time.perf_counter()
@@ -73,6 +75,7 @@ class _Connection(asyncio.Protocol):
             answered.set_result(bytes(self._received))
 
     def connection_lost(self, _error: Exception | None) -> None:
+        """Fails the answer that was awaited."""
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(WrongAnswerError("the connection was closed within an answer"))
 
@@ -90,6 +93,7 @@ class _Connection(asyncio.Protocol):
         return began_at, self._first_at, time.perf_counter(), response
 
     def close(self) -> None:
+        """Leaves."""
         if self._transport is not None:
             self._transport.close()
 
@@ -102,13 +106,13 @@ async def drive(address: str, requests: Iterator[bytes], *, concurrency: int) ->
     """
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
-    connections: list[_Connection] = []
+    connections: list[Connection] = []
     for _ in range(concurrency):
-        _, connection = await loop.create_connection(_Connection, host, int(port))
+        _, connection = await loop.create_connection(Connection, host, int(port))
         connections.append(connection)
     answers: list[tuple[float, float, float, bytes]] = []
 
-    async def keep_asking(connection: _Connection) -> None:
+    async def keep_asking(connection: Connection) -> None:
         for request in requests:
             answers.append(await connection.ask(request))  # noqa: PERF401  All connections share the list.
 

@@ -1,0 +1,212 @@
+"""Latency that Kvist adds to an engine at a steady rate. `./task bench:latency -- --help`."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from perf.load import Sample, request_bytes
+from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
+from perf.mesh import running_mesh
+from perf.pace import drive_at_pace
+from perf.placement import Placement, placement, usable_cores
+from perf.processes import Process, ProcessFailedError
+from perf.sse import WrongAnswerError
+from perf.summary import percentile, spreads
+
+BENCHMARK = "bench-latency"
+MODEL = "quick"
+ENGINES = 2
+RATE_PER_SECOND = 500.0
+SECONDS = 10.0
+QUICK_SECONDS = 2.0
+REPETITIONS = 5
+QUICK_REPETITIONS = 2
+PROMPT_WORDS = 200
+# Words that the simulated engine's tokenizer knows as one token each.
+WORDS = ("to", "of", "in", "is", "it", "we", "he", "as", "on", "at", "by", "or", "an", "so", "us", "my")
+# At the 95th percentile, above the direct path.
+LIMIT_MS = 1.5
+# Above this the client was too slow itself, and its figures say nothing of a router.
+MOST_LATE_SECONDS = 0.25
+DIRECT = "direct"
+KVIST = "kvist"
+MOCK = ROOT / "target" / "bench-edge" / "release" / "kvist-bench-edge"
+# Neither engine takes any time, so that what is left is the way there and back.
+ENGINE_ARGUMENTS = {
+    "prefill_tokens_per_second": 0.0,
+    "decode_step_ms": 0.001,
+    "decode_step_per_request_ms": 0.0,
+    "blocks": 65_536,
+    "max_running": 256,
+    "prefill_chunk_tokens": 1_048_576,
+}
+
+
+def prompts(address: str, count: int, *, seed: str) -> list[bytes]:
+    """Requests for one token each, all with prompts of their own."""
+    chance = random.Random(seed)
+    return [
+        request_bytes(
+            address,
+            model=MODEL,
+            system="to",
+            question=" ".join(chance.choices(WORDS, k=PROMPT_WORDS)),
+            max_tokens=1,
+        )
+        for _ in range(count)
+    ]
+
+
+async def measure(address: str, *, seconds: float, repetition: int) -> dict[str, float]:
+    """One repetition on one path: a short warm-up, then the plan."""
+    warm_up = prompts(address, int(RATE_PER_SECOND), seed=f"warm-up {repetition}")
+    await drive_at_pace(address, warm_up, per_second=RATE_PER_SECOND)
+    count = int(RATE_PER_SECOND * seconds)
+    samples, late = await drive_at_pace(
+        address, prompts(address, count, seed=str(repetition)), per_second=RATE_PER_SECOND
+    )
+    check(samples, count=count, late=late)
+    took = [(sample.ended_at - sample.began_at) * 1000 for sample in samples]
+    return {
+        "p50_ms": percentile(took, 50),
+        "p95_ms": percentile(took, 95),
+        "p99_ms": percentile(took, 99),
+        "latest_start_ms": late * 1000,
+    }
+
+
+def check(samples: Sequence[Sample], *, count: int, late: float) -> None:
+    """Sees to it that each request was answered in full and left in time.
+
+    Raises:
+        WrongAnswerError: Not so.
+    """
+    if len(samples) != count or any(sample.answer.completion_tokens != 1 for sample in samples):
+        raise WrongAnswerError(f"{len(samples)} of {count} requests were answered, or not with one token")
+    if late > MOST_LATE_SECONDS:
+        raise WrongAnswerError(f"the client fell {late:.2f} s behind its plan: this machine cannot keep the rate")
+
+
+async def measure_all(*, repetitions: int, seconds: float, cores: Placement, log: Console) -> Any:
+    """Both paths in turn, so that what the machine does meanwhile meets both."""
+    os.sched_setaffinity(0, cores.others)
+    figures: dict[str, list[dict[str, float]]] = {DIRECT: [], KVIST: []}
+    with tempfile.TemporaryDirectory(prefix="kvist-bench-") as name:
+        folder = Path(name)
+        engine = Process(
+            "engine-direct",
+            [str(MOCK), "--ready-file", "{ready}", "--step-microseconds", "0", "--model", MODEL],
+            folder=folder,
+        )
+        async with running_mesh({MODEL: ENGINE_ARGUMENTS}, folder=folder, cores=cores, replicas=ENGINES) as mesh:
+            try:
+                addresses = {DIRECT: (await engine.start())["address"], KVIST: mesh.http_address}
+                for repetition in range(repetitions):
+                    for path in (DIRECT, KVIST) if repetition % 2 == 0 else (KVIST, DIRECT):
+                        log.print(f"repetition {repetition + 1} of {repetitions}: {path}", style="dim")
+                        found = await measure(addresses[path], seconds=seconds, repetition=repetition)
+                        figures[path].append(found)
+                        mesh.check()
+                        engine.check()
+            finally:
+                await engine.stop()
+    return figures
+
+
+def result_of(figures: dict[str, list[dict[str, float]]], *, facts: dict[str, Any]) -> dict[str, Any]:
+    """What the RESULT line says."""
+    summary = {path: spreads(found, digits=3) for path, found in figures.items()}
+    added = {
+        name: round(summary[KVIST][name]["median"] - summary[DIRECT][name]["median"], 3)
+        for name in ("p50_ms", "p95_ms", "p99_ms")
+    }
+    return {
+        "benchmark": BENCHMARK,
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "requests_per_second": RATE_PER_SECOND,
+        "prompt_words": PROMPT_WORDS,
+        "repetitions": len(figures[KVIST]),
+        "figures": summary,
+        "added": added,
+        "limit_ms": LIMIT_MS,
+        "are_limits_met": added["p95_ms"] < LIMIT_MS,
+        **facts,
+    }
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """The same for people."""
+    rate = result["requests_per_second"]
+    table = Table(title=f"milliseconds of a request at {rate:g}/s, medians over repetitions", title_justify="left")
+    table.add_column("path")
+    names = ("p50_ms", "p95_ms", "p99_ms")
+    for name in names:
+        table.add_column(name.removesuffix("_ms"), justify="right")
+    for path, found in result["figures"].items():
+        table.add_row(path, *(f"{found[name]['median']:.2f}" for name in names))
+    verdict = "" if result["are_limits_met"] else ", OVER"
+    table.add_row(f"added{verdict}", *(f"{result['added'][name]:.2f}" for name in names))
+    return table
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="./task bench:latency --", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter repetitions; keeps no result")
+    parser.add_argument("--output", type=Path, help=f"where the result is kept (default: results/{BENCHMARK}.json)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures, prints and keeps. Returns 1 when the limit is not met, 2 when nothing could be measured."""
+    flags = arguments()
+    log = Console(stderr=True)
+    cores = placement(usable_cores())
+    try:
+        facts = {"build": build_facts(), "machine": machine_facts() | {"router_cores": len(cores.router)}}
+        figures = asyncio.run(
+            measure_all(
+                repetitions=QUICK_REPETITIONS if flags.quick else REPETITIONS,
+                seconds=QUICK_SECONDS if flags.quick else SECONDS,
+                cores=cores,
+                log=log,
+            )
+        )
+    except DevelopmentBuildError as failure:
+        log.print(
+            f"bench: {failure} is a development build\nhint: run ./task bench:latency, which makes a release build"
+        )
+        return 2
+    except (ProcessFailedError, WrongAnswerError, TimeoutError) as failure:
+        log.print(f"bench: {type(failure).__name__}: {failure}", markup=False)
+        return 2
+    facts["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
+    result = result_of(figures, facts=facts)
+    Console(width=None if sys.stdout.isatty() else 120).print(table_of(result))
+    path = flags.output or (None if flags.quick else ROOT / "results" / f"{BENCHMARK}.json")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"RESULT {json.dumps(result)}")
+    return 0 if result["are_limits_met"] else 1
+
+
+if __name__ == "__main__":
+    # However it is ended, it ends its children.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)
