@@ -24,17 +24,20 @@ def table(results: dict[str, Any]) -> str:
     memory_gib = machine["memory_bytes"] / 2**30
     lines = [
         (
-            f"{results['streaming_requests']} streaming requests, {results['failed_requests']} failed. "
-            f"Controllers' lease {results['controller_lease_seconds']:g} s, KV masters' 2 s, all of etcd away for "
-            f"{results['store_outage_seconds']:g} s. {machine['cores']} cores, {memory_gib:.0f} GiB, "
+            f"{results['streaming_requests']} streaming requests; {results['failed_requests']} did not finish, all of "
+            f"them begun at one of {results['killed_engines']} workers that were killed; "
+            f"{results['retried_requests']} were sent a second time. Controllers' lease "
+            f"{results['controller_lease_seconds']:g} s, KV masters' 2 s; all of etcd, and NATS, away for "
+            f"{results['outage_seconds']:g} s. {machine['cores']} cores, {memory_gib:.0f} GiB, "
             f"Linux {machine['kernel']}."
         ),
         "",
-        "| fault | seconds | may take | share of the machine that others left |",
-        "|---|---|---|---|",
+        "| fault | seconds | may take | share of the machine that others left | requests ended | did not finish |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['fault']} | {row['seconds']:.2f} | {row['limit_seconds']:g} | {row['share_of_machine']:.0%} |"
+        f"| {row['fault']} | {row['seconds']:.2f} | {row['limit_seconds']:g} | {row['share_of_machine']:.0%} | "
+        f"{row['requests']} | {row['failed_requests']} |"
         for row in results["rows"]
     ]
     return "\n".join(lines) + "\n"

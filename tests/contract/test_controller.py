@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED, AttachedEngine
+from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED, AttachedEngine, NodeInventory
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
 from kvist_controller.plain import from_struct
@@ -349,6 +349,25 @@ async def test_a_session_begins_with_hello(plane: ControlPlane) -> None:
     call = plane.stub.Register()
     await call.write(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
     assert (await refused(call.read())).code == "INVALID_ARGUMENT"
+
+
+async def test_who_asks_for_signs_of_life_has_one_at_once(plane: ControlPlane) -> None:
+    """So that a connection that is cut right after the first word is missed as well."""
+    hello = pb.AgentHello(inventory=NodeInventory(node_uid="node-p", name="node-p"), address="127.0.0.1:1")
+    hello.pulse_interval.FromSeconds(3_600)
+    session = plane.stub.Register(timeout=30)
+    await session.write(pb.RegisterRequest(hello=hello))
+    first = await session.read()
+    assert isinstance(first, pb.RegisterResponse)
+    assert first.HasField("pulse")
+    session.cancel()
+    request = pb.WatchClusterRequest(subscriber="test")
+    request.pulse_interval.FromSeconds(3_600)
+    watch = plane.stub.WatchCluster(request, timeout=30)
+    state = await watch.read()
+    assert isinstance(state, pb.WatchClusterResponse)
+    assert state.pulse
+    watch.cancel()
 
 
 async def test_an_attached_engine_reaches_routers_and_outlives_a_controller(tmp_path: Path) -> None:

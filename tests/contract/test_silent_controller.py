@@ -21,12 +21,17 @@ MOST_SECONDS_TO_SWITCH = 2.0
 
 
 class PulsingController(ControllerServiceServicer):
-    """Pulses until it is silenced; its streams stay open then."""
+    """Pulses until it is silenced; its streams stay open then.
 
-    def __init__(self) -> None:
+    Args:
+        begins_with_pulse: As controllers do that are up to date.
+    """
+
+    def __init__(self, *, begins_with_pulse: bool = False) -> None:
         self.joined = asyncio.Event()
         self.pulses = 0
         self.is_silent = False
+        self._begins_with_pulse = begins_with_pulse
 
     async def _pulse_until_silent(self, interval_seconds: float) -> AsyncIterator[None]:
         self.joined.set()
@@ -40,7 +45,7 @@ class PulsingController(ControllerServiceServicer):
     async def WatchCluster(  # noqa: N802
         self, request: pb.WatchClusterRequest, context: object
     ) -> AsyncIterator[pb.WatchClusterResponse]:
-        yield pb.WatchClusterResponse()
+        yield pb.WatchClusterResponse(pulse=self._begins_with_pulse)
         async for _ in self._pulse_until_silent(request.pulse_interval.ToNanoseconds() / 1e9):
             yield pb.WatchClusterResponse(pulse=True)
 
@@ -48,6 +53,8 @@ class PulsingController(ControllerServiceServicer):
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: object
     ) -> AsyncIterator[pb.RegisterResponse]:
         first = await anext(aiter(request_iterator))
+        if self._begins_with_pulse:
+            yield pb.RegisterResponse(pulse=pb.Pulse())
         yield pb.RegisterResponse(welcome=pb.RegisterWelcome(cluster="test"))
         async for _ in self._pulse_until_silent(first.hello.pulse_interval.ToNanoseconds() / 1e9):
             yield pb.RegisterResponse(pulse=pb.Pulse())
@@ -101,6 +108,30 @@ async def test_an_agent_goes_on_elsewhere(tmp_path) -> None:
         agent_of(tmp_path, [one, two]),
     ):
         assert await switch_seconds(first, second) < MOST_SECONDS_TO_SWITCH
+
+
+async def test_a_controller_whose_first_word_was_its_last_is_left(tmp_path) -> None:
+    """The connection was cut right after it: nobody waits for the keep-alive of the transport."""
+    first, second = PulsingController(begins_with_pulse=True), PulsingController()
+    first.is_silent = True
+
+    async def ignore(_: pb.ClusterState) -> None:
+        """There is none."""
+
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        serving(first) as one,
+        serving(second) as two,
+        open_channel(one, retries=False) as channel,
+        open_channel(two, retries=False) as other,
+    ):
+        watch = ClusterWatch(subscriber="test", on_state=ignore, on_connected=lambda _: None)
+        task = asyncio.create_task(watch.run([channel, other]))
+        await second.joined.wait()
+        task.cancel()
+        second.joined.clear()
+        async with agent_of(tmp_path, [one, two]):
+            await second.joined.wait()
 
 
 async def test_a_controller_that_never_pulses_is_not_left(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

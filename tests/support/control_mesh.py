@@ -24,11 +24,16 @@ from kvist.manifest import to_resource
 from kvist.store import Event, EventType
 from kvist.store.mirror import Mirror
 from support.etcd_process import EtcdCluster
+from support.fake_clock import FakeClock
 from support.mesh import CALL_SECONDS, Mesh, until
+from support.tcp_proxy import TcpProxy
 
 ROOT_KEY = "/kvist/default/v1/"
 CONTROLLER_KEY = f"{ROOT_KEY}elections/controller"
 KVMASTER_KEY = f"{ROOT_KEY}elections/kvmaster"
+ROUTERS = ("router-0", "router-1")
+# A request of the steady load waits about as long for its first token as it takes from there to its end.
+ENGINE_ARGUMENTS: dict[str, object] = {"decodeStepMs": 15, "prefillTokensPerSecond": 100}
 
 
 class ControlMesh(Mesh):
@@ -37,6 +42,11 @@ class ControlMesh(Mesh):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.etcd = EtcdCluster(folder)
+        self.record_folder = folder / "engines"
+        # By what way agents, routers and KV masters reach each controller, and all of them NATS.
+        self.controller_doors: dict[str, TcpProxy] = {}
+        self.nats_door = TcpProxy(self.nats.port)
+        self.clocks: dict[str, FakeClock] = {}
         self._changes = 0
         # (revision, key, value, or none when the claim ended) of every election.
         self.claims: list[tuple[int, str, str | None]] = []
@@ -46,12 +56,38 @@ class ControlMesh(Mesh):
         return [self.services[name].address for name in ("controller-0", "controller-1")]
 
     @property
+    def common_settings(self) -> dict[str, object]:
+        """Those of all that know controllers and the bus."""
+        doors = ",".join(f"127.0.0.1:{door.port}" for door in self.controller_doors.values())
+        return {"controllers": doors, "bus.urls": f"nats://127.0.0.1:{self.nats_door.port}"}
+
+    def router_settings(self, name: str) -> dict[str, object]:
+        """Those of a router."""
+        return self.common_settings | {
+            "name": name,
+            "kvmasters": ",".join(self.kvmasters),
+            "worker_threads": 2,
+            "drain_seconds": 1,
+            "last_state_file": self.folder / f"{name}.state.json",
+        }
+
+    @property
     def kvmasters(self) -> list[str]:
         return [self.services[name].address for name in ("kvmaster-0", "kvmaster-1")]
 
+    @property
+    def agents(self) -> list[str]:
+        """Names of the agents."""
+        return [name for name in self.services if name.startswith("agent")]
+
+    @property
+    def routers(self) -> list[str]:
+        """Names of the routers that clients send requests to."""
+        return list(ROUTERS)
+
     def edges(self) -> list[str]:
         """Where clients send requests."""
-        return [str(self.services[name].addresses["http_address"]) for name in ("router-0", "router-1")]
+        return [str(self.services[name].addresses["http_address"]) for name in ROUTERS]
 
     def note_claims(self, events: object) -> None:
         assert isinstance(events, list | tuple)
@@ -78,7 +114,7 @@ class ControlMesh(Mesh):
         )
         return time.monotonic() - started
 
-    async def change(self, *, replicas: int, decode_step_ms: float, limit_seconds: float = 60.0) -> float:
+    async def change(self, *, replicas: int, limit_seconds: float = 60.0) -> float:
         """Applies the model service with something new, by whichever controller takes it; seconds until one did."""
         self._changes += 1
         manifest = {
@@ -86,10 +122,11 @@ class ControlMesh(Mesh):
             "kind": "ModelService",
             "metadata": {"name": "sim"},
             "spec": {
-                "engine": {"name": "sim", "arguments": {"decodeStepMs": decode_step_ms}},
+                "engine": {"name": "sim", "arguments": ENGINE_ARGUMENTS | {"recordFolder": str(self.record_folder)}},
                 "replicas": replicas,
-                # A change of it restarts nothing.
-                "drainTimeout": f"{1_000 + self._changes}ms",
+                # A change of it restarts nothing, and routers hear of it.
+                "aliases": [self.alias],
+                "drainTimeout": "1s",
             },
         }
         started = time.monotonic()
@@ -104,12 +141,24 @@ class ControlMesh(Mesh):
                         return time.monotonic() - started
                 await asyncio.sleep(0.1)
 
+    @property
+    def alias(self) -> str:
+        """Another name of the model, which tells one change from the next."""
+        return f"sim-{self._changes}"
+
     async def workers(self) -> dict[str, WorkerStatus]:
         """As a mesh's; nothing is learned while nobody leads."""
         try:
             return await super().workers()
         except grpc.aio.AioRpcError:
             return {}
+
+    async def until_workers(self, count: int) -> None:
+        """Waits until the cluster state has so many workers, none of which is about to go."""
+        await until(
+            f"{count} workers are there",
+            lambda: len(self.state.workers) == count and not any(worker.draining for worker in self.state.workers),
+        )
 
     async def watch_state(self) -> None:
         """Follows the cluster state at whichever controller answers, for ever."""
@@ -149,7 +198,7 @@ class ControlMesh(Mesh):
         os.kill(self.services[name].process_id, number)
 
     async def close(self) -> None:
-        for name in ("router-0", "router-1", "kvmaster-0", "kvmaster-1"):
+        for name in (*ROUTERS, "kvmaster-0", "kvmaster-1"):
             service = self.services.get(name)
             if service is not None and service.process is not None and service.process.returncode is None:
                 service.process.kill()
@@ -182,9 +231,16 @@ async def control_mesh(
             lease = {"leader_lease_seconds": controller_lease_seconds}
             for number in (0, 1):
                 name = f"controller-{number}"
-                await mesh.start_service(name, "controller", store | lease | {"name": name})
+                clock = FakeClock(folder / f"{name}.clock")
+                mesh.clocks[name] = clock
+                await mesh.start_service(
+                    name, "controller", store | lease | {"name": name}, environment=clock.environment
+                )
+                door = TcpProxy(int(mesh.services[name].address.rpartition(":")[2]))
+                mesh.controller_doors[name] = await stack.enter_async_context(door)
             mesh.services["controller"] = mesh.services["controller-0"]
-            common = {"controllers": ",".join(mesh.controllers), "bus.urls": mesh.nats.url}
+            await stack.enter_async_context(mesh.nats_door)
+            common = mesh.common_settings
             await asyncio.gather(
                 *(
                     mesh.start_service(name, "kvmaster", common | store | {"name": name, "worker_threads": 1})
@@ -204,15 +260,7 @@ async def control_mesh(
                     for number in (0, 1)
                 ),
             )
-            routers = common | {"kvmasters": ",".join(mesh.kvmasters), "worker_threads": 2, "drain_seconds": 1}
-            await asyncio.gather(
-                *(
-                    mesh.start_service(
-                        name, "router", routers | {"name": name, "last_state_file": folder / f"{name}.state.json"}
-                    )
-                    for name in ("router-0", "router-1")
-                )
-            )
+            await asyncio.gather(*(mesh.start_service(name, "router", mesh.router_settings(name)) for name in ROUTERS))
             tasks.append(asyncio.create_task(mesh.watch_state()))
             yield mesh
         except BaseException:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from kvist.etcd.api.rpc_pb2 import StatusRequest
-from kvist.etcd.api.rpc_pb2_grpc import MaintenanceStub
+from kvist.etcd.api.rpc_pb2 import CompactionRequest, RangeRequest, StatusRequest
+from kvist.etcd.api.rpc_pb2_grpc import KVStub, MaintenanceStub
 from kvist.grpc import open_channel
 from support.etcd_binary import find_etcd
 from support.tcp_proxy import TcpProxy
@@ -148,8 +148,12 @@ class EtcdCluster:
             name: TcpProxy(pair[1], swallows=lambda port, name=name: self._is_cut(name, port))
             for name, pair in pairs.items()
         }
-        self._client_proxies = {name: TcpProxy(pair[0]) for name, pair in pairs.items()}
+        self._client_proxies = {
+            name: TcpProxy(pair[0], swallows=self._is_of_cut_client) for name, pair in pairs.items()
+        }
         self._owners: dict[int, str] = {}
+        self._cut_client: int | None = None
+        self._client_ports: dict[int, bool] = {}
         self.members: dict[str, EtcdProcess] = {}
 
     @property
@@ -189,9 +193,15 @@ class EtcdCluster:
         self._cut.add(name)
         self._client_proxies[name].is_cut = True
 
+    def isolate_client(self, process_id: int) -> None:
+        """Cuts a client off from all members."""
+        self._cut_client = process_id
+
     async def heal(self) -> None:
         """Ends all cuts."""
         self._cut.clear()
+        self._cut_client = None
+        self._client_ports.clear()
         for proxy in (*self._peer_proxies.values(), *self._client_proxies.values()):
             await proxy.heal()
 
@@ -200,6 +210,15 @@ class EtcdCluster:
             return False
         return target in self._cut or self._owner(source_port) in self._cut
 
+    def _is_of_cut_client(self, source_port: int) -> bool:
+        if self._cut_client is None:
+            return False
+        if source_port not in self._client_ports:
+            # Also IPv4 in a socket for both, as clients of gRPC have it.
+            connections = psutil.Process(self._cut_client).net_connections("tcp")
+            self._client_ports[source_port] = any(source_port == connection.laddr.port for connection in connections)
+        return self._client_ports[source_port]
+
     def _owner(self, port: int) -> str:
         """The member that a connection comes from."""
         if port not in self._owners:
@@ -207,6 +226,13 @@ class EtcdCluster:
                 for connection in psutil.Process(member.process_id).net_connections("tcp4"):
                     self._owners[connection.laddr.port] = name
         return self._owners.get(port, "")
+
+    async def compact(self) -> int:
+        """Cuts the history before the present revision, which is returned."""
+        async with open_channel(self.endpoints[0], retries=False) as channel:
+            revision = int((await KVStub(channel).Range(RangeRequest(key=b"\0"), timeout=5)).header.revision)
+            await KVStub(channel).Compact(CompactionRequest(revision=revision, physical=True), timeout=5)
+        return revision
 
     async def leader(self) -> str:
         """Name of the member that leads, as the members say."""

@@ -55,12 +55,14 @@ class Service:
         name: Its name in this mesh.
         package: Its service.
         settings: What it is told.
+        environment: Variables beside those of the test.
         addresses: Where it listens, from its first start on.
     """
 
     name: str
     package: str
     settings: dict[str, object]
+    environment: Mapping[str, str] = field(default_factory=dict)
     addresses: dict[str, Any] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
 
@@ -91,9 +93,16 @@ class Mesh:
 
     # Life.
 
-    async def start_service(self, name: str, package: str, settings: Mapping[str, object]) -> Service:
+    async def start_service(
+        self,
+        name: str,
+        package: str,
+        settings: Mapping[str, object],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> Service:
         """Starts a process on free ports."""
-        service = self.services[name] = Service(name, package, dict(settings))
+        service = self.services[name] = Service(name, package, dict(settings), environment or {})
         await self.start_again(name)
         return service
 
@@ -113,6 +122,7 @@ class Mesh:
             service.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", f"kvist_{service.package}", *flags, "--ready-file", str(ready),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | service.environment,
             )  # fmt: skip
         process = service.process
 
@@ -252,7 +262,8 @@ class Mesh:
 
     async def process_ids(self) -> list[int]:
         """All processes that run for the test, and its own."""
-        await self.workers()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self.workers()
         # Workers of an agent that was killed are nobody's children.
         children = [child.pid for child in psutil.Process().children(recursive=True)]
         return sorted({os.getpid(), *children, *self._worker_processes})

@@ -551,3 +551,40 @@ async fn a_worker_whose_engine_cannot_start_says_why() {
     let error = in_time(WorkerServer::start(settings, engine)).await.unwrap_err();
     assert_eq!(Code::InvalidArgument, error.code);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_engine_writes_down_what_it_took_and_how_it_ended() {
+    let folder = std::env::temp_dir().join(format!("kvist-sim-record-{}", std::process::id()));
+    let mut sim = quick();
+    sim["decode_step_ms"] = 5.0.into();
+    sim["record_folder"] = folder.to_str().unwrap().into();
+    let (server, link) = start(settings(sim)).await;
+    let file = folder.join(format!("w-1.{}.jsonl", server.addresses().incarnation));
+    let mut whole = link.start(request("whole", &[1, 2, 3], 4));
+    finished(&mut whole).await;
+    let mut long = link.start(request("long", &[1, 2, 3], 10_000));
+    let mut cut = link.start(request("cut", &[1, 2, 3], 10_000));
+    // Both run.
+    in_time(long.next()).await.unwrap();
+    in_time(cut.next()).await.unwrap();
+    drop(cut);
+    let lines = || -> Vec<serde_json::Value> {
+        std::fs::read_to_string(&file).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let end_of = |id: &str| lines().into_iter().find(|line| line["request_id"] == id && line["event"] == "ended");
+    in_time(async {
+        while end_of("cut").is_none() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+    server.stop().await;
+    let taken: Vec<_> =
+        lines().iter().filter(|line| line["event"] == "accepted").map(|line| line["request_id"].clone()).collect();
+    assert_eq!(serde_json::json!(["whole", "long", "cut"]), serde_json::json!(taken));
+    assert_eq!(serde_json::json!(4), end_of("whole").unwrap()["completion_tokens"]);
+    let reasons = ["whole", "long", "cut"].map(|id| end_of(id).unwrap()["reason"].clone());
+    assert_eq!(serde_json::json!(["length", "DRAINING", "aborted"]), serde_json::json!(reasons));
+    assert_eq!(6, lines().len());
+    std::fs::remove_dir_all(&folder).unwrap();
+}

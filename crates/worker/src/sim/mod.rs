@@ -1,10 +1,11 @@
 //! The simulated engine behind a worker: virtual time driven by a real clock.
 
 mod embeddings;
+mod record;
 mod steps;
 mod tokenizer;
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
 use kvist_blocks::{BlockHash, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
@@ -20,6 +21,7 @@ use tokio::{sync::Notify, time::Instant};
 pub use self::tokenizer::sim_tokenizer;
 use self::{
     embeddings::Embedder,
+    record::RequestRecord,
     tokenizer::{FIRST_WORD, WORD_COUNT},
 };
 use crate::{EmbedSink, Engine, EngineDescription, EngineHost, RequestSink};
@@ -65,6 +67,9 @@ pub struct SimWorkerSettings {
     /// Length of its embeddings, for an engine that makes these and generates nothing; 0 for one that generates.
     #[serde(alias = "embeddingDimensions")]
     pub embedding_dimensions: u32,
+    /// Where it writes down which requests it took and how they ended; nowhere when absent.
+    #[serde(alias = "recordFolder")]
+    pub record_folder: Option<PathBuf>,
 }
 
 impl Default for SimWorkerSettings {
@@ -83,6 +88,7 @@ impl Default for SimWorkerSettings {
             text_tokens: 64,
             tokenizer: true,
             embedding_dimensions: 0,
+            record_folder: None,
         }
     }
 }
@@ -112,6 +118,7 @@ struct State {
     by_request: HashMap<String, u64>,
     last_id: u64,
     host: Option<EngineHost>,
+    record: Option<RequestRecord>,
     /// As of the last step, and what came in since.
     load: LoadReport,
     is_closed: bool,
@@ -131,6 +138,14 @@ struct Job {
     stopped_by: Option<u32>,
     /// The text ends where its budget does.
     ends_by_itself: bool,
+}
+
+impl State {
+    fn note_end(&self, job: &Job, reason: &str) {
+        if let Some(record) = &self.record {
+            record.ended(job.sink.request_id(), reason, job.generated_tokens);
+        }
+    }
 }
 
 impl SimWorkerEngine {
@@ -158,6 +173,7 @@ impl SimWorkerEngine {
             by_request: HashMap::new(),
             last_id: 0,
             host: None,
+            record: None,
             load: LoadReport::default(),
             is_closed: false,
         };
@@ -213,7 +229,16 @@ impl Engine for SimWorkerEngine {
             let description = "block_size_tokens and max_running must be above 0";
             return Err(KvistError::field(Code::InvalidArgument, "sim", description));
         }
-        self.shared.state.lock().host = Some(host.clone());
+        let record = match (&self.settings.record_folder, host.ledgers().first()) {
+            (Some(folder), Some(ledger)) => Some(RequestRecord::create(folder, ledger.source()).map_err(|error| {
+                KvistError::field(Code::InvalidArgument, "sim.record_folder", format!("cannot be written: {error}"))
+            })?),
+            _ => None,
+        };
+        let mut state = self.shared.state.lock();
+        state.host = Some(host.clone());
+        state.record = record;
+        drop(state);
         // Ends when the engine is closed; holds nothing but the engine's own state.
         tokio::spawn(steps::run(Arc::clone(&self.shared), host, self.settings.clone()));
         Ok(())
@@ -241,6 +266,9 @@ impl Engine for SimWorkerEngine {
         let mut usable = block_hashes(root, &tokens.ids, block_size);
         usable.truncate(usable_blocks(tokens.ids.len(), block_size));
         let cached_tokens = host.claimed_blocks(request.rank, &usable) * block_size;
+        if let Some(record) = &state.record {
+            record.accepted(&request.request_id);
+        }
         state.last_id += 1;
         let id = state.last_id;
         state.engine.submit(self.shared.started.elapsed(), SimRequest { id, prompt: tokens.ids, max_tokens, root });
@@ -288,13 +316,16 @@ impl Engine for SimWorkerEngine {
     }
 
     fn close(&self) {
+        let error = KvistError::new(Code::Draining, "the worker is being stopped");
         let jobs = {
             let mut state = self.shared.state.lock();
             state.is_closed = true;
             state.host = None;
+            for job in state.jobs.values() {
+                state.note_end(job, error.code.name());
+            }
             std::mem::take(&mut state.jobs)
         };
-        let error = KvistError::new(Code::Draining, "the worker is being stopped");
         jobs.into_values().for_each(|job| job.sink.failed(&error));
         self.shared.has_work.notify_one();
     }

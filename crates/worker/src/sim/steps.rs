@@ -85,17 +85,18 @@ fn tell(state: &mut State, host: &EngineHost, step: &Step, settings: &SimWorkerS
     for finished in &step.finished {
         let Some(job) = state.jobs.remove(&finished.id) else { continue };
         state.by_request.remove(job.sink.request_id());
-        end(&job, finished, settings.block_size_tokens);
+        end(state, &job, finished, settings.block_size_tokens);
     }
     state.load = load(&state.engine.counters(), settings);
     host.report_load(state.load);
 }
 
-fn end(job: &Job, finished: &kvist_twin::Finished, block_size_tokens: u32) {
+fn end(state: &State, job: &Job, finished: &kvist_twin::Finished, block_size_tokens: u32) {
     let (reason, stop_token_id) = match (finished.finish, job.stopped_by) {
         (Finish::TooLarge, _) => {
             let error =
                 KvistError::new(Code::ContextLengthExceeded, "the request needs more cache than the engine has");
+            state.note_end(job, error.code.name());
             return job.sink.failed(&error.before_start());
         }
         // The stop token may be the last that the budget allows.
@@ -105,6 +106,15 @@ fn end(job: &Job, finished: &kvist_twin::Finished, block_size_tokens: u32) {
         (Finish::Length, None) => (FinishReason::Length, None),
         (Finish::Aborted, None) => (FinishReason::Aborted, None),
     };
+    state.note_end(
+        job,
+        match reason {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Aborted => "aborted",
+            FinishReason::Unspecified => "unspecified",
+        },
+    );
     let duration = |duration: Duration| prost_types::Duration::try_from(duration).ok();
     job.sink.finished(Finished {
         reason: reason.into(),

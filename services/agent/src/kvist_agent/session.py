@@ -87,7 +87,7 @@ class ControllerSession:
             _log.warning("join_token_unusable", reason=failure.message)
             return False
         call = stub.Register(self._requests(ended), metadata=metadata)
-        is_welcome = False
+        is_welcome = pulses = False
         welcome_until = asyncio.get_running_loop().time() + WELCOME_TIME_LIMIT_SECONDS
         limit_seconds: float | None = SILENCE_SECONDS
         try:
@@ -105,12 +105,12 @@ class ControllerSession:
                 if response.HasField("pulse"):
                     # Only a controller that is known to pulse is missed when it does not. One that pulses without a
                     # welcome knows no leader, and another one may.
-                    limit_seconds = SILENCE_SECONDS
+                    pulses, limit_seconds = True, SILENCE_SECONDS
                     if not is_welcome and asyncio.get_running_loop().time() > welcome_until:
                         return False
                     continue
                 if not is_welcome:
-                    is_welcome, limit_seconds = True, None
+                    is_welcome, limit_seconds = True, SILENCE_SECONDS if pulses else None
                 self._take(response)
         except grpc.aio.AioRpcError as failure:
             if not is_welcome:

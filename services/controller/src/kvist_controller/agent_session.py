@@ -45,9 +45,13 @@ class AgentSession:
 
     async def run(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
         """Serves the agent until it hangs up."""
+        pulses = self._hello.HasField("pulse_interval")
+        if pulses:
+            # The first word: an agent whose connection is cut right after it knows what it misses.
+            await self._write(pb.RegisterResponse(pulse=pb.Pulse()))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._serve())]
-            if self._hello.HasField("pulse_interval"):
+            if pulses:
                 seconds = max(0.05, self._hello.pulse_interval.ToNanoseconds() / 1e9)
                 tasks.append(group.create_task(self._pulse(seconds)))
             async for request in requests:

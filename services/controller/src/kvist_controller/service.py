@@ -177,16 +177,18 @@ class ControllerService(ControllerServiceServicer):
             raise not_leading()
         published = self._instance.published
         pulse_seconds = request.pulse_interval.ToNanoseconds() / 1e9 if request.HasField("pulse_interval") else None
+        # Said with the first word: a subscriber whose connection is cut right after it knows what it misses.
+        pulses = pulse_seconds is not None
         sent = request.known_version
         if sent == published.state.version:
             # Without a state: it says that the stream is open and the known version is the present one.
-            yield pb.WatchClusterResponse()
+            yield pb.WatchClusterResponse(pulse=pulses)
         while True:
             number = published.changes.number
             state = published.state
             if state.HasField("version") and state.version != sent:
                 sent = state.version
-                yield pb.WatchClusterResponse(state=state)
+                yield pb.WatchClusterResponse(state=state, pulse=pulses)
             try:
                 async with asyncio.timeout(None if pulse_seconds is None else max(0.05, pulse_seconds)):
                     await published.changes.after(number)

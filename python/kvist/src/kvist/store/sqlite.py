@@ -59,6 +59,8 @@ _SCHEMA = (
        PRIMARY KEY (revision, key)) WITHOUT ROWID""",
     "CREATE TABLE IF NOT EXISTS leases (id INTEGER PRIMARY KEY AUTOINCREMENT, ttl REAL NOT NULL, ends REAL NOT NULL)",
 )
+# The disk is full, or a file may grow no further.
+_WITHOUT_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
 _ENTRY_COLUMNS = "key, value, create_revision, mod_revision, lease_id"
 _T = TypeVar("_T")
 
@@ -351,9 +353,15 @@ class SqliteStore(StateStore):
     def _look(self) -> bool:
         """Ends expired leases, and says whether the file has changed since the last look."""
         if self._expired():
-            with self._transaction("IMMEDIATE"):
-                self._expire()
-            return True
+            try:
+                with self._transaction("IMMEDIATE"):
+                    self._expire()
+            except sqlite3.Error as failure:
+                # A full disk takes no deletion either. What the file holds can be read, and does not change until then.
+                if failure.sqlite_errorcode not in _WITHOUT_ROOM:
+                    raise
+            else:
+                return True
         # The first number moves with commits of other connections, the second with those of this one.
         state = (self._db.execute("PRAGMA data_version").fetchone()[0], self._db.total_changes)
         changed = state != self._seen_state

@@ -655,7 +655,7 @@ Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
 class Pulse(_message.Message):
-    """A sign of life, sent when nothing else was for the interval that was asked for."""
+    """A sign of life: the first word of a session that asked for them, then sent when nothing else was for that interval."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -845,7 +845,7 @@ class WatchClusterResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     PULSE_FIELD_NUMBER: _builtins.int
     pulse: _builtins.bool
-    """Nothing is new; the controller lives."""
+    """The controller lives, and says so at least at the interval that was asked for."""
     @_builtins.property
     def state(self) -> Global___ClusterState:
         """The state; absent when the known one is still the present one."""
