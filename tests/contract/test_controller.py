@@ -267,6 +267,49 @@ async def test_replicas_of_a_silent_node_move_after_its_lease_and_the_patience(t
             assert not back.assignment.workers
 
 
+async def test_what_serves_on_a_silent_node_is_not_replaced(tmp_path: Path) -> None:
+    """Its agent is gone for longer than any patience; the worker is asked before it is given up."""
+    lives = True
+
+    async def ask(_: Suspect) -> bool:
+        return lives
+
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        control_plane(tmp_path / "s", lease_seconds=0.5, replace_after_seconds=0.1, silence=Silence(ask)) as plane,
+        asyncio.TaskGroup() as group,
+    ):
+        reader = ClusterReader(plane.stub)
+        async with ScriptedAgent(plane.stub, uid="node-a") as first:
+            await apply(plane, manifest())
+            await first.until(lambda: first.assignment.workers)
+            first.make_ready(first.assignment.workers[0], incarnation=100)
+            await first.beat()
+            before = await reader.until(lambda state: len(state.workers) == 1)
+        async with ScriptedAgent(plane.stub, uid="node-b") as second:
+
+            async def beat() -> None:
+                while True:
+                    await second.beat()
+                    await asyncio.sleep(0.05)
+
+            beating = group.create_task(beat())
+            await second.until(lambda: second.assignment.assignment_number)
+            while any(node.present for node in await nodes_of(plane) if node.inventory.node_uid == "node-a"):
+                await asyncio.sleep(0.05)
+            # Longer than lease, patience and questions together.
+            await asyncio.sleep(2)
+            assert not second.assignment.workers
+            assert list(before.workers) == list(plane.controller.cluster_state.workers)
+            lives = False
+            await second.until(lambda: second.assignment.workers)
+            beating.cancel()
+
+
+async def nodes_of(plane: ControlPlane) -> list[pb.NodeEntry]:
+    return list((await plane.stub.ListNodes(pb.ListNodesRequest())).nodes)
+
+
 async def test_a_worker_that_is_silent_with_its_node_leaves_after_the_lease_and_comes_back_with_it(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,7 @@
 """Server and channel of the base package, over a real connection."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator
@@ -173,3 +174,57 @@ async def test_a_taken_port_is_said(served) -> None:
     with pytest.raises(OSError, match="cannot listen"):
         async with GrpcServer(ListenSettings(listen=server.address), services=[], registry=CollectorRegistry()):
             pass
+
+
+@contextlib.asynccontextmanager
+async def serving(**limits: float) -> AsyncIterator[kvmaster_pb2_grpc.KvMasterServiceStub]:
+    add = functools.partial(kvmaster_pb2_grpc.add_KvMasterServiceServicer_to_server, Servicer())
+    registration = Registration(SERVICE, add)
+    async with (
+        asyncio.timeout(30),
+        GrpcServer(ListenSettings(**limits), services=[registration], registry=CollectorRegistry()) as server,
+        open_channel(server.address, retries=False) as channel,
+    ):
+        yield kvmaster_pb2_grpc.KvMasterServiceStub(channel)
+
+
+def named(name: str) -> kvmaster_pb2.PutPrefixRequest:
+    return kvmaster_pb2.PutPrefixRequest(prefix=kvmaster_pb2.NamedPrefix(name=name))
+
+
+async def test_calls_of_one_method_are_bounded_and_the_others_go_on() -> None:
+    async with serving(max_calls_at_once=16) as stub:
+        slow = [asyncio.ensure_future(stub.PutPrefix(named("slow"))) for _ in range(16)]
+        refusal = None
+        while refusal is None:
+            # Until all of them have begun.
+            try:
+                with rpc_errors():
+                    await stub.PutPrefix(named("one"))
+            except KvistError as failure:
+                refusal = failure
+        assert refusal.code == "OVERLOADED"
+        assert refusal.retry_after_seconds == 1.0
+        assert (await stub.Stats(kvmaster_pb2.StatsRequest())).index_bytes == 7
+        for call in slow:
+            call.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_host_that_calls_too_often_is_told_to_come_back() -> None:
+    async with serving(max_calls_per_second=0.5) as stub:
+        with pytest.raises(KvistError) as caught, rpc_errors():
+            for _ in range(3):
+                await stub.PutPrefix(named("one"))
+        assert caught.value.code == "OVERLOADED"
+        assert 0 < caught.value.retry_after_seconds <= 2
+        # Each method is counted by itself.
+        assert (await stub.Stats(kvmaster_pb2.StatsRequest())).index_bytes == 7
+
+
+async def test_a_message_that_is_too_large_is_refused() -> None:
+    async with serving(max_message_bytes=64 * 1024) as stub:
+        await stub.PutPrefix(named("x" * 60_000))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.PutPrefix(named("x" * 70_000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

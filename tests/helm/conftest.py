@@ -158,6 +158,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tls": {"enabled": True, "existingSecret": "mesh-tls"},
         "modelServices": [SIM],
     },
+    "TLS and several controllers": {
+        "listenHost": "[::]",
+        "tls": {"enabled": True, "existingSecret": "mesh-tls"},
+        "store": {"kind": "etcd", "etcd": {"endpoints": ["etcd:2379"]}},
+        "controller": {"replicas": 2},
+        "kvmaster": {"replicas": 2},
+    },
     "IPv6": {"listenHost": "[::]"},
     "API keys": {"router": {"apiKeys": {"existingSecret": "keys", "key": "clients.txt"}}, "modelServices": [SIM]},
     "no volume": {"controller": {"persistence": {"enabled": False}}},
@@ -232,21 +239,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "controller": {
             "settings": {
-                "grpc": {"max_message_bytes": 134_217_728, "reflection": False},
+                "grpc": {
+                    "max_message_bytes": 134_217_728,
+                    "max_calls_at_once": 64,
+                    "max_calls_per_second": 9.5,
+                    "reflection": False,
+                },
                 "leader_lease_seconds": 0.5,
                 "registry": {"lease_seconds": 5, "heartbeat_interval_seconds": 0.5, "replace_after_seconds": 0},
             }
         },
         "kvmaster": {
             "settings": {
-                "grpc": {"max_message_bytes": 134_217_728, "reflection": False},
+                "grpc": {
+                    "max_message_bytes": 134_217_728,
+                    "max_calls_at_once": 64,
+                    "max_calls_per_second": 9.5,
+                    "reflection": False,
+                },
                 "index_byte_budget": 4_294_967_296,
                 "worker_threads": 8,
             }
         },
         "agent": {
             "settings": {
-                "grpc": {"max_message_bytes": 134_217_728, "reflection": False},
+                "grpc": {
+                    "max_message_bytes": 134_217_728,
+                    "max_calls_at_once": 64,
+                    "max_calls_per_second": 9.5,
+                    "reflection": False,
+                },
                 "labels": {"zone": "a", "number": "1"},
                 "workers": {"engines": ["sim", "llamacpp"]},
             }

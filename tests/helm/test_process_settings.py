@@ -37,15 +37,17 @@ OWN = {
         "http_tls_certificate_file", "http_tls_key_file", "http_tls_client_ca_file",
     },
     "controller": {
-        "name", "cluster", "store", "telemetry", "advertised_address", "controller_tls_ca_file", "tls_ca_file",
-        "join_token_file", "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
+        "name", "cluster", "store", "telemetry", "advertised_address", "advertised_domain",
+        "controller_tls_ca_file", "tls_ca_file", "join_token_file",
+        "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
     },
     "kvmaster": {
         "name", "cluster", "controllers", "controller_tls_ca_file", "bus", "telemetry", "store", "tls_ca_file",
         "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
     },
     "agent": {
-        "node_name", "state_folder", "controllers", "controller_tls_ca_file", "advertised_host", "bus", "telemetry",
+        "node_name", "state_folder", "controllers", "controller_tls_ca_file", "advertised_host", "advertised_domain",
+        "bus", "telemetry",
         "workers.command", "workers.stop_on_exit", "workers.listen_host", "workers.insecure",
         "workers.reflection", "workers.open_services", *(f"workers.{name}" for name in TLS),
         "tls_ca_file", "join_token_file", "grpc.listen", "grpc.insecure", *(f"grpc.{name}" for name in TLS),
@@ -76,10 +78,17 @@ def container_of(rendered, process):
 
 def environment_of(container):
     """Variables as the process sees them."""
-    return {
-        item["name"]: item["value"] if "value" in item else DOWNWARD[item["valueFrom"]["fieldRef"]["fieldPath"]]
-        for item in container["env"]
-    }
+    environment = {}
+    # A cluster speaks IPv6 here where the chart allows for it.
+    has_brackets = not any(item.get("value", "").startswith("$(POD_IP)") for item in container["env"])
+    facts = DOWNWARD if has_brackets else DOWNWARD | {"status.podIP": "10.0.0.12"}
+    for item in container["env"]:
+        value = item["value"] if "value" in item else facts[item["valueFrom"]["fieldRef"]["fieldPath"]]
+        # Kubernetes puts variables that were named before into a value.
+        for name, known in environment.items():
+            value = value.replace(f"$({name})", known)
+        environment[item["name"]] = value
+    return environment
 
 
 def processes_of(rendered):
@@ -185,14 +194,52 @@ def test_plain_text_is_said_where_it_is_spoken(helm, tmp_path):
         assert load_settings(rendered, process, tmp_path).grpc.insecure
 
 
-def test_with_tls_no_server_that_has_it_speaks_plain_text(helm, tmp_path):
-    rendered = helm.render({"tls": {"enabled": True, "existingSecret": "mesh-tls"}})
-    for process in ("controller", "agent"):
-        grpc = load_settings(rendered, process, tmp_path).grpc
-        files = (str(grpc.tls_certificate_file), str(grpc.tls_key_file))
-        assert (grpc.insecure, *files) == (False, "/etc/kvist-tls/tls.crt", "/etc/kvist-tls/tls.key")
-    for process in ("router", "kvmaster", "agent"):
-        assert str(load_settings(rendered, process, tmp_path).controller_tls_ca_file) == "/etc/kvist-tls/ca.crt"
+TLS_VALUES = {"tls": {"enabled": True, "existingSecret": "mesh-tls"}}
+ETCD_VALUES = {"store": {"kind": "etcd", "etcd": {"endpoints": ["etcd:2379"]}}}
+
+
+def test_with_tls_nobody_speaks_plain_text(helm, tmp_path):
+    rendered = helm.render(TLS_VALUES)
+    router, controller, kvmaster, agent = (load_settings(rendered, process, tmp_path) for process in MODELS)
+    for door in (router, controller.grpc, kvmaster.grpc, agent.grpc, agent.workers):
+        files = (str(door.tls_certificate_file), str(door.tls_key_file))
+        assert (door.insecure, *files) == (False, "/etc/kvist-tls/tls.crt", "/etc/kvist-tls/tls.key")
+    assert router.serves_https
+    for settings in (router, controller, kvmaster, agent):
+        assert str(settings.tls_ca_file) == "/etc/kvist-tls/ca.crt"
+    for process in MODELS:
+        mounts = container_of(rendered, process)["volumeMounts"]
+        assert {"name": "tls", "mountPath": "/etc/kvist-tls", "readOnly": True} in mounts
+
+
+def test_with_tls_all_are_called_by_names_that_a_certificate_can_bear(helm, tmp_path):
+    rendered = helm.render(
+        {**TLS_VALUES, **ETCD_VALUES, "listenHost": "[::]", "controller": {"replicas": 2}, "kvmaster": {"replicas": 2}}
+    )
+    router, controller, _, agent = (load_settings(rendered, process, tmp_path) for process in MODELS)
+    names = [*router.controllers, *router.kvmasters, controller.reached_as, f"{agent.reached_as}:7300"]
+    assert names == [
+        "mesh-kvist-controller.serving.svc:7100",
+        "mesh-kvist-kvmaster.serving.svc:7200",
+        "fd00--12.mesh-kvist-controller-peers.serving.svc:7100",
+        "fd00--12.mesh-kvist-agents.serving.svc:7300",
+    ]
+    services = {item["metadata"]["name"]: item["spec"] for item in rendered.of_kind("Service")}
+    for name, pod in (("mesh-kvist-controller-peers", "controller"), ("mesh-kvist-agents", "agent")):
+        # DNS knows pods of a headless service alone, and these before they are ready.
+        assert services[name]["clusterIP"] == "None"
+        assert services[name]["publishNotReadyAddresses"]
+        assert services[name]["selector"]["app.kubernetes.io/component"] == pod
+    encrypted = {
+        name: port["appProtocol"] for name, spec in services.items() for port in spec["ports"] if port["name"] == "grpc"
+    }
+    assert set(encrypted.values()) == {"https"}
+
+
+def test_one_controller_needs_no_name_of_its_own(helm, tmp_path):
+    rendered = helm.render(TLS_VALUES)
+    assert load_settings(rendered, "controller", tmp_path).reached_as == ""
+    assert not any(item["metadata"]["name"].endswith("-peers") for item in rendered.of_kind("Service"))
 
 
 def test_a_secret_may_replace_a_setting_by_environment(helm, tmp_path):

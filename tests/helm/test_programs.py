@@ -213,10 +213,10 @@ def test_the_check_asks_every_service_and_the_model(helm, tmp_path, mesh):
     (pod,) = rendered.of_kind("Pod")
     flags = pod["spec"]["containers"][0]["args"]
     assert flags == [
-        "--ready=http://mesh-kvist-router:80/readyz",
+        "--ready=http://mesh-kvist-router.serving.svc:80/readyz",
         "--ready=http://mesh-kvist-controller:9090/readyz",
         "--ready=http://mesh-kvist-kvmaster:9090/readyz",
-        "--router=http://mesh-kvist-router:80",
+        "--router=http://mesh-kvist-router.serving.svc:80",
         "--model=sim",
     ]
     arguments = [f"--ready={url}/router", f"--router={url}", "--model=sim"]
@@ -224,6 +224,18 @@ def test_the_check_asks_every_service_and_the_model(helm, tmp_path, mesh):
     assert process.returncode == 0, errors
     assert output == f"{url}/router: ok\n{url}/v1/chat/completions: ok\n"
     assert server.asked == [("/v1/chat/completions", "sim")]
+
+
+def test_the_check_verifies_routers_that_speak_tls(helm):
+    rendered = helm.render({"modelServices": [SIM], "tls": {"enabled": True, "existingSecret": "mesh-tls"}})
+    (pod,) = rendered.of_kind("Pod")
+    (container,) = pod["spec"]["containers"]
+    assert container["args"][:2] == [
+        "--ca-file=/etc/kvist-tls/ca.crt",
+        "--ready=https://mesh-kvist-router.serving.svc:80/readyz",
+    ]
+    assert "--router=https://mesh-kvist-router.serving.svc:80" in container["args"]
+    assert {"name": "tls", "mountPath": "/etc/kvist-tls", "readOnly": True} in container["volumeMounts"]
 
 
 def test_the_check_fails_with_what_the_service_says(helm, tmp_path, mesh):

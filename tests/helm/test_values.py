@@ -53,14 +53,6 @@ REFUSED = {
     "members of an etcd that is not used": ({"store": {"etcd": {"endpoints": ["a:1"]}}}, "go together"),
     "a user of etcd without a password": (etcd(username="kvist"), "passwordSecret go together"),
     "a certificate for etcd from nowhere": (etcd(tls={"clientCertificate": True}), "needs store.etcd.tls"),
-    "several controllers with TLS": (
-        {
-            **etcd(),
-            "controller": {"replicas": 2},
-            "tls": {"enabled": True, "existingSecret": "a"},
-        },
-        "set controller.replicas to 1",
-    ),
     "TLS without a secret": ({"tls": {"enabled": True}}, "tls.existingSecret"),
 }
 

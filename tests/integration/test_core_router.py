@@ -12,6 +12,7 @@ from kvist import _core
 from kvist.controller.v1 import controller_pb2
 from kvist.grpc import open_channel
 from kvist.router.v1 import router_pb2, router_pb2_grpc
+from support.scrape import scrape
 
 pytestmark = pytest.mark.integration
 
@@ -127,9 +128,15 @@ async def test_a_state_is_taken_once_and_a_broken_one_never(mesh: Mesh) -> None:
     state = mesh.state()
     assert mesh.router.apply_cluster_state(state)
     assert not mesh.router.apply_cluster_state(state)
+    # What it has is no news; what is older is counted, as is what cannot be read.
+    assert mesh.router.apply_cluster_state(mesh.state())
+    assert not mesh.router.apply_cluster_state(state)
     with pytest.raises(_core.CoreError) as caught:
         mesh.router.apply_cluster_state(b"\xff")
     assert caught.value.args[0] == "INVALID_ARGUMENT"
+    metrics = await scrape(mesh.addresses["admin_address"])
+    ignored = {reason: metrics[f"kvist_cluster_states_ignored_total {reason}"] for reason in ("older", "invalid")}
+    assert ignored == {"older": 1, "invalid": 1}
     mesh.router.set_control_plane_connected(True)
     assert mesh.status()["control_plane_connected"]
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import ssl
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -32,6 +33,7 @@ from kvist.router.v1.router_pb2_grpc import RouterServiceStub
 from support.certificates import authority, files_of
 from support.mesh import CALL_SECONDS, Mesh, until
 from support.nats_process import NatsProcess
+from support.scrape import scrape
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -214,6 +216,9 @@ async def test_a_mesh_of_locked_doors_serves_and_keeps_its_secrets(tmp_path: Pat
                 call = EngineServiceStub(channel).Describe(DescribeRequest(), timeout=CALL_SECONDS)
                 assert await call.code() is grpc.StatusCode.UNAVAILABLE, service.name
 
+        for name, listener in (("controller", "grpc"), ("kvmaster", "grpc"), ("agent-0", "grpc"), ("router", "http")):
+            metrics = await scrape(mesh.services[name].admin_address)
+            assert metrics[f"kvist_tls_certificate_expiry_timestamp_seconds {listener}"] > time.time(), name
         assert_secrets_are_kept(tmp_path, pki)
         # A new authority for all, while everything runs.
         await rotate(mesh, pki, tmp_path)

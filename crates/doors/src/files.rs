@@ -49,6 +49,26 @@ pub(crate) fn certified_key(certificate_pem: &[u8], key_pem: &[u8]) -> Result<Ar
     Ok(Arc::new(certified))
 }
 
+/// Until when the first certificate of a PEM file may be used, in Unix seconds: a certificate that nobody renews ends
+/// every connection at once.
+///
+/// # Errors
+/// The file cannot be read, or holds no certificate.
+pub fn certificate_expiry(path: &Path) -> Result<i64, KvistError> {
+    expiry(&read("tls_certificate_file", path)?)
+}
+
+/// Until when the first certificate of a PEM text may be used, in Unix seconds.
+pub(crate) fn expiry(certificate_pem: &[u8]) -> Result<i64, KvistError> {
+    let field = "tls_certificate_file";
+    let chain = certificates(field, certificate_pem)?;
+    let leaf = chain.first().map(|leaf| x509_parser::parse_x509_certificate(leaf));
+    match leaf {
+        Some(Ok((_, certificate))) => Ok(certificate.validity().not_after.timestamp()),
+        _ => Err(wrong(field, "holds a damaged certificate")),
+    }
+}
+
 fn certificates(field: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, KvistError> {
     let found: Vec<_> = CertificateDer::pem_slice_iter(pem)
         .collect::<Result<_, _>>()

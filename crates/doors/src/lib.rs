@@ -20,6 +20,7 @@ mod stream;
 mod table;
 
 pub use client::ClientTls;
+pub use files::certificate_expiry;
 pub use incoming::Incoming;
 pub use layer::{DoorLayer, Guarded};
 pub use peer::Peer;

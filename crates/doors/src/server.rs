@@ -15,7 +15,7 @@ use tokio_rustls::TlsAcceptor;
 use crate::{
     DoorRules, DoorSettings, DoorStream, Incoming, Peer, RolePattern,
     complaints::Complaints,
-    files::{authorities, certified_key, provider, wrong},
+    files::{authorities, certified_key, expiry, provider, wrong},
     rotation::Rotating,
 };
 
@@ -50,10 +50,16 @@ impl DoorKind {
     }
 }
 
+/// What is made of a door's files.
+struct ServerTls {
+    config: Arc<ServerConfig>,
+    certificate_expires_at: i64,
+}
+
 /// The door of one listener.
 #[derive(Debug)]
 pub struct Door {
-    tls: Option<Rotating<ServerConfig>>,
+    tls: Option<Rotating<ServerTls>>,
     asks_for_certificates: bool,
     rules: Arc<DoorRules>,
     serves_reflection: bool,
@@ -81,7 +87,9 @@ impl Door {
             (Some(_), Some(_)) => {
                 let is_optional = settings.tls_client_optional;
                 Some(Rotating::start(files, move |[certificate, key, client_ca]| {
-                    server_config(kind, certificate.as_deref(), key.as_deref(), client_ca.as_deref(), is_optional)
+                    let certificate = certificate.as_deref().unwrap_or_default();
+                    let config = server_config(kind, certificate, key.as_deref(), client_ca.as_deref(), is_optional)?;
+                    Ok(ServerTls { config: Arc::new(config), certificate_expires_at: expiry(certificate)? })
                 })?)
             }
             (None, None) if asks_for_certificates => {
@@ -103,6 +111,12 @@ impl Door {
     #[must_use]
     pub fn is_encrypted(&self) -> bool {
         self.tls.is_some()
+    }
+
+    /// Until when its certificate may be used, in Unix seconds; none in plain text.
+    #[must_use]
+    pub fn certificate_expires_at(&self) -> Option<i64> {
+        self.tls.as_ref().map(|tls| tls.current().certificate_expires_at)
     }
 
     /// Whether gRPC reflection is served behind it.
@@ -131,7 +145,7 @@ impl Door {
     /// Makes a connection of a socket.
     pub(crate) async fn receive(&self, stream: TcpStream) -> std::io::Result<DoorStream> {
         let Some(tls) = &self.tls else { return Ok(DoorStream::plain(stream)) };
-        let stream = TlsAcceptor::from(tls.current()).accept(stream).await?;
+        let stream = TlsAcceptor::from(Arc::clone(&tls.current().config)).accept(stream).await?;
         let peer = match (self.asks_for_certificates, stream.get_ref().1.peer_certificates()) {
             (false, _) => Peer::Unasked,
             (true, Some([leaf, ..])) => Peer::Certified(self.rules.pattern().role_of_certificate(leaf)),
@@ -143,12 +157,12 @@ impl Door {
 
 fn server_config(
     kind: DoorKind,
-    certificate: Option<&[u8]>,
+    certificate: &[u8],
     key: Option<&[u8]>,
     client_ca: Option<&[u8]>,
     is_optional: bool,
 ) -> Result<ServerConfig, KvistError> {
-    let certified = certified_key(certificate.unwrap_or_default(), key.unwrap_or_default())?;
+    let certified = certified_key(certificate, key.unwrap_or_default())?;
     let builder = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(kind.versions())
         .map_err(|error| KvistError::new(Code::Internal, error.to_string()))?;

@@ -6,7 +6,7 @@ mod support;
 use std::{fs, net::SocketAddr, sync::Arc, time::Duration};
 
 use futures::StreamExt as _;
-use kvist_doors::{ClientTls, Door, DoorKind, DoorSettings, OpenService, Peer, PeerRole, table};
+use kvist_doors::{ClientTls, Door, DoorKind, DoorSettings, OpenService, Peer, PeerRole, certificate_expiry, table};
 use rustls::pki_types::{CertificateDer, pem::PemObject as _};
 use support::{Authority, Folder, LIMIT, TestServer, channel, client, door};
 use tokio::{
@@ -308,4 +308,27 @@ async fn wrong_files_are_said_with_their_setting_and_without_their_content() {
         assert!(message.contains(words), "{message}");
         assert!(!message.contains("SECRET") && !message.contains("PRIVATE"), "{message}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_end_of_a_certificate_is_known_and_follows_its_file() {
+    let (folder, authority) = (Folder::new("expiry"), Authority::new());
+    let own = authority.role(&folder, PeerRole::Controller);
+    let first = certificate_expiry(&own.certificate).unwrap();
+    let door = Door::open(&door(&own, None), DoorKind::Grpc).unwrap();
+    assert_eq!(Some(first), door.certificate_expires_at());
+    assert_eq!(None, Door::open(&DoorSettings::default(), DoorKind::Grpc).unwrap().certificate_expires_at());
+    let later = authority.pair_until(&folder, "later", &[], 2200);
+    fs::copy(&later.key, &own.key).unwrap();
+    fs::copy(&later.certificate, &own.certificate).unwrap();
+    let second = certificate_expiry(&own.certificate).unwrap();
+    assert!(second < first);
+    tokio::time::timeout(LIMIT, async {
+        while door.certificate_expires_at() != Some(second) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
+    .unwrap();
+    assert!(certificate_expiry(&own.key).unwrap_err().to_string().contains("tls_certificate_file"));
 }

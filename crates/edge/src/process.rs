@@ -65,6 +65,7 @@ impl RouterProcess {
         let tls = ClientTls::open(&settings.tls)?;
         let grpc_door = Door::open(&settings.grpc_door, DoorKind::Grpc)?;
         let http_door = Door::open(&settings.http_door, DoorKind::Http)?;
+        let doors = vec![("grpc", Arc::clone(&grpc_door)), ("http", Arc::clone(&http_door))];
         let upstreams = Arc::new(Upstreams::new(&settings, &metrics)?);
         let core = RouterCore::new(&settings, tls.as_ref(), &metrics, ready.clone());
         let cannot_listen = |field: &'static str| {
@@ -98,7 +99,7 @@ impl RouterProcess {
             grpc_address: grpc.address(),
             admin_address: admin.address(),
         };
-        let maintaining = AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&core), keys)));
+        let maintaining = AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&core), keys, doors)));
         Ok(Self { handle: Handle::current(), core, addresses, edge, grpc, admin, _maintaining: maintaining })
     }
 

@@ -1,5 +1,7 @@
 //! Who may come in and call what, for servers in Python.
 
+use std::path::PathBuf;
+
 use kvist_doors::{ClientTls, ClientTlsSettings, OpenService, Peer, RolePattern};
 use pyo3::prelude::*;
 use tokio::runtime::Handle;
@@ -10,6 +12,12 @@ use crate::failure::{raise, raise_invalid};
 #[pyfunction]
 pub(crate) fn access_table() -> String {
     serde_json::to_string(&kvist_doors::table().collect::<Vec<_>>()).unwrap_or_default()
+}
+
+/// Until when the first certificate of a PEM file may be used, in Unix seconds.
+#[pyfunction]
+pub(crate) fn certificate_expiry(path: PathBuf) -> PyResult<i64> {
+    kvist_doors::certificate_expiry(&path).map_err(|error| raise(&error))
 }
 
 /// The table as one server reads it.

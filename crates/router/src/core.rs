@@ -184,11 +184,18 @@ impl RouterCore {
     /// # Errors
     /// The state is invalid; the present one stays.
     pub fn apply_cluster_state(&self, bytes: &[u8]) -> Result<bool, KvistError> {
+        self.take_cluster_state(bytes).inspect_err(|_| self.metrics.state_ignored("invalid"))
+    }
+
+    fn take_cluster_state(&self, bytes: &[u8]) -> Result<bool, KvistError> {
         let state = decode_state(bytes)?;
         let _one_at_a_time = self.applying.lock();
         let old = self.view.load_full();
         let version = version_of(&state);
         if self.has_state.load(Ordering::Acquire) && version <= old.version {
+            if version < old.version {
+                self.metrics.state_ignored("older");
+            }
             return Ok(false);
         }
         let view = Arc::new(self.connector.view(state, &old)?);

@@ -7,6 +7,7 @@ use std::{
 };
 
 use kvist_blocks::{Rank, SourceKey};
+use kvist_doors::Door;
 use kvist_events::care_for_index;
 use kvist_index::{SourceState, SourceStatus};
 use kvist_link::LinkState;
@@ -26,7 +27,9 @@ use crate::{
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs until the router is stopped.
-pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
+///
+/// * `doors`: Those of its listeners, by their names.
+pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>, doors: Vec<(&'static str, Arc<Door>)>) {
     let _caring = AbortOnDropHandle::new(tokio::spawn(care_for_index(Arc::clone(core.index()))));
     let mut tick = tokio::time::interval(INTERVAL);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -42,6 +45,11 @@ pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>) {
             Err(error) => tracing::error!(%error, "api_keys_not_reloaded"),
         }
         set_gauges(&core);
+        for (listener, door) in &doors {
+            if let Some(seconds) = door.certificate_expires_at() {
+                core.metrics.certificate_expires(listener, seconds);
+            }
+        }
     }
 }
 

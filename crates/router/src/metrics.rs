@@ -85,6 +85,12 @@ pub(crate) struct ReasonLabel {
     reason: &'static str,
 }
 
+/// Label of a listener.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct ListenerLabel {
+    listener: &'static str,
+}
+
 /// All of them.
 #[derive(Clone, Debug)]
 pub(crate) struct RouterMetrics {
@@ -110,6 +116,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) breakers: Family<StateLabel, Gauge>,
     pub(crate) breaker_openings: Family<ModelLabel, Counter>,
     pub(crate) refused_policies: Gauge,
+    ignored_states: Family<ReasonLabel, Counter>,
+    certificate_expiry: Family<ListenerLabel, Gauge>,
     pub(crate) reservations: Gauge,
     pub(crate) promised_tokens: Gauge,
     pub(crate) targets: Family<TargetLabel, Gauge>,
@@ -129,6 +137,16 @@ impl RouterMetrics {
     /// Counts what parsers of a model's answers could not read.
     pub(crate) fn parse_failures_of(&self, model: &str) -> Counter {
         self.parse_failures.get_or_create(&ModelLabel { model: model.to_owned() }).clone()
+    }
+
+    /// Counts a cluster state that was not taken up.
+    pub(crate) fn state_ignored(&self, reason: &'static str) {
+        self.ignored_states.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    /// Notes when the certificate of a listener ends.
+    pub(crate) fn certificate_expires(&self, listener: &'static str, at_unix_seconds: i64) {
+        self.certificate_expiry.get_or_create(&ListenerLabel { listener }).set(at_unix_seconds);
     }
 
     pub(crate) fn new(metrics: &Metrics) -> Self {
@@ -222,6 +240,16 @@ impl RouterMetrics {
                 names::ROUTER_REFUSED_POLICIES,
                 "Models whose resource says what this router does not understand.",
                 Gauge::default(),
+            ),
+            ignored_states: metrics.register(
+                names::CLUSTER_STATES_IGNORED,
+                "Cluster states that were not taken up.",
+                Family::default(),
+            ),
+            certificate_expiry: metrics.register(
+                names::TLS_CERTIFICATE_EXPIRY,
+                "When the certificate of a listener ends, in Unix seconds.",
+                Family::default(),
             ),
             reservations: metrics.register(names::ROUTER_RESERVATIONS, "Reservations held.", Gauge::default()),
             promised_tokens: metrics.register(

@@ -126,6 +126,10 @@ names! { METRICS:
     KV_DELIVERED_HITS_SHARE = "kvist_kv_delivered_hits_share";
     /// 0 once one of both has been too low for 15 s.
     KV_AWARE = "kvist_kv_aware";
+    /// Cluster states that were not taken up, by reason.
+    CLUSTER_STATES_IGNORED = "kvist_cluster_states_ignored_total";
+    /// When the certificate of a listener ends, in Unix seconds.
+    TLS_CERTIFICATE_EXPIRY = "kvist_tls_certificate_expiry_timestamp_seconds";
     /// Whether the bus is connected.
     BUS_CONNECTED = "kvist_bus_connected";
     /// Requests of a worker by outcome.

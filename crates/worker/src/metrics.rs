@@ -21,6 +21,7 @@ pub(crate) struct WorkerMetrics {
     used_blocks: Gauge,
     total_blocks: Gauge,
     generated_tokens: Counter,
+    certificate_expiry: Family<Labels, Gauge>,
 }
 
 impl WorkerMetrics {
@@ -36,6 +37,11 @@ impl WorkerMetrics {
             ),
             ledger_batches: counter(names::LEDGER_BATCHES, "Batches of all ledgers"),
             generated_tokens: counter(names::WORKER_GENERATED_TOKENS, "Tokens generated"),
+            certificate_expiry: registry.register(
+                names::TLS_CERTIFICATE_EXPIRY,
+                "When the certificate of a listener ends, in Unix seconds",
+                Family::default(),
+            ),
             ledger_blocks: gauge(names::LEDGER_BLOCKS, "Blocks held, as the ledgers count them"),
             running: gauge(names::WORKER_RUNNING_REQUESTS, "Requests that have a slot"),
             waiting: gauge(names::WORKER_WAITING_REQUESTS, "Requests that wait for a slot"),
@@ -52,6 +58,11 @@ impl WorkerMetrics {
 
     pub(crate) fn request_ended(&self, outcome: &'static str) {
         self.requests.get_or_create(&vec![(names::LABEL_OUTCOME, outcome.to_owned())]).inc();
+    }
+
+    /// Notes when the certificate of the gRPC server ends.
+    pub(crate) fn certificate_expires(&self, at_unix_seconds: i64) {
+        self.certificate_expiry.get_or_create(&vec![("listener", "grpc".to_owned())]).set(at_unix_seconds);
     }
 
     /// Takes the engine's own numbers over. Called now and then, not for each step.

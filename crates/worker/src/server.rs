@@ -138,7 +138,7 @@ impl WorkerServer {
             tasks: TaskTracker::new(),
             server,
         };
-        match started.start_engine().await {
+        match started.start_engine(door).await {
             Ok(()) => Ok(started),
             Err(error) => {
                 started.stop().await;
@@ -188,7 +188,7 @@ impl WorkerServer {
         self.admin.stop();
     }
 
-    async fn start_engine(&self) -> Result<(), KvistError> {
+    async fn start_engine(&self, door: Arc<Door>) -> Result<(), KvistError> {
         let (worker, incarnation) = (Arc::clone(&self.worker), self.addresses.incarnation);
         let runtime = tokio::runtime::Handle::current();
         let starting = tokio::task::spawn_blocking(move || {
@@ -201,7 +201,7 @@ impl WorkerServer {
         });
         starting.await.map_err(|_| KvistError::new(Code::EngineFailed, "the engine panicked while it started"))??;
         self.tasks.spawn(end_overdue(Arc::clone(&self.worker), self.stopping.clone()));
-        self.tasks.spawn(keep_house(Arc::clone(&self.worker), self.readiness.clone(), self.stopping.clone()));
+        self.tasks.spawn(keep_house(Arc::clone(&self.worker), door, self.readiness.clone(), self.stopping.clone()));
         self.readiness.set(Ok(())).await;
         tracing::info!(grpc_address = self.addresses.grpc_address, incarnation, "worker_ready");
         Ok(())
@@ -271,7 +271,7 @@ async fn end_overdue(worker: Arc<Worker>, stopping: CancellationToken) {
     }
 }
 
-async fn keep_house(worker: Arc<Worker>, readiness: Readiness, stopping: CancellationToken) {
+async fn keep_house(worker: Arc<Worker>, door: Arc<Door>, readiness: Readiness, stopping: CancellationToken) {
     let mut failure = worker.watch_failure();
     let mut ticks = tokio::time::interval(HOUSEKEEPING_INTERVAL);
     loop {
@@ -286,6 +286,9 @@ async fn keep_house(worker: Arc<Worker>, readiness: Readiness, stopping: Cancell
             _ = ticks.tick() => {}
         }
         worker.link.expire();
+        if let Some(seconds) = door.certificate_expires_at() {
+            worker.metrics.certificate_expires(seconds);
+        }
         if let Ok(up) = worker.up() {
             worker.metrics.sample(&up.host);
         }

@@ -68,6 +68,18 @@ labels:
 {{- printf "%s-controller.%s.svc:7100" (include "kvist.fullname" .) .Release.Namespace -}}
 {{- end -}}
 
+{{/*
+Domains below which DNS knows single pods by their addresses, such as `10-0-0-7.<domain>`: a certificate names all of them
+as `*.<domain>`.
+*/}}
+{{- define "kvist.peersDomain" -}}
+{{- printf "%s-controller-peers.%s.svc" (include "kvist.fullname" .) .Release.Namespace -}}
+{{- end -}}
+
+{{- define "kvist.agentsDomain" -}}
+{{- printf "%s-agents.%s.svc" (include "kvist.fullname" .) .Release.Namespace -}}
+{{- end -}}
+
 {{/* `host:port` of the KV master. */}}
 {{- define "kvist.kvmasterAddress" -}}
 {{- printf "%s-kvmaster.%s.svc:7200" (include "kvist.fullname" .) .Release.Namespace -}}

@@ -16,16 +16,27 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- dict "urls" $urls | toYaml -}}
 {{- end -}}
 
-{{/* Where a gRPC server listens. Argument: root, port, canServeTls. */}}
-{{- define "kvist.listen" -}}
-{{- $listen := dict "listen" (printf "%s:%d" .root.Values.listenHost .port) -}}
-{{- if and .root.Values.tls.enabled .canServeTls -}}
-{{- $_ := set $listen "tls_certificate_file" "/etc/kvist-tls/tls.crt" -}}
-{{- $_ := set $listen "tls_key_file" "/etc/kvist-tls/tls.key" -}}
+{{/* The door of a server: its certificate, or that it speaks plain text. Argument: the root. */}}
+{{- define "kvist.door" -}}
+{{- if .Values.tls.enabled -}}
+{{- dict "tls_certificate_file" "/etc/kvist-tls/tls.crt" "tls_key_file" "/etc/kvist-tls/tls.key" | toYaml -}}
 {{- else -}}
-{{- $_ := set $listen "insecure" true -}}
+{{- dict "insecure" true | toYaml -}}
 {{- end -}}
-{{- toYaml $listen -}}
+{{- end -}}
+
+{{/* Where a gRPC server listens. Argument: root, port. */}}
+{{- define "kvist.listen" -}}
+{{- merge (dict "listen" (printf "%s:%d" .root.Values.listenHost .port)) (include "kvist.door" .root | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* How a process calls others. Argument: the root. */}}
+{{- define "kvist.caller" -}}
+{{- if .Values.tls.enabled -}}
+{{- dict "tls_ca_file" "/etc/kvist-tls/ca.crt" | toYaml -}}
+{{- else -}}
+{{- dict | toYaml -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The state store as controllers and KV masters take it. */}}
@@ -56,15 +67,12 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- $own := dict
   "http_listen" (printf "%s:8000" .Values.listenHost)
   "grpc_listen" (printf "%s:7000" .Values.listenHost)
-  "insecure" true
   "controllers" (list (include "kvist.controllerAddress" .))
   "last_state_file" "/var/lib/kvist/cluster-state.json"
   "bus" (include "kvist.bus" . | fromYaml)
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
-{{- if .Values.tls.enabled -}}
-{{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
-{{- end -}}
+{{- $own = merge $own (include "kvist.door" . | fromYaml) (include "kvist.caller" . | fromYaml) -}}
 {{- if .Values.kvmaster.enabled -}}
 {{- $_ := set $own "kvmasters" (list (include "kvist.kvmasterAddress" .)) -}}
 {{- end -}}
@@ -77,17 +85,21 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- define "kvist.controller.settings" -}}
 {{- $own := dict
   "cluster" .Values.clusterName
-  "grpc" (include "kvist.listen" (dict "root" . "port" 7100 "canServeTls" true) | fromYaml)
+  "grpc" (include "kvist.listen" (dict "root" . "port" 7100) | fromYaml)
   "store" (include "kvist.store" . | fromYaml)
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
+{{- $own = merge $own (include "kvist.caller" . | fromYaml) -}}
+{{- if and .Values.tls.enabled (gt (int .Values.controller.replicas) 1) -}}
+{{- $_ := set $own "advertised_domain" (include "kvist.peersDomain" .) -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .Values.controller.settings) $own | toYaml -}}
 {{- end -}}
 
 {{- define "kvist.kvmaster.settings" -}}
 {{- $own := dict
   "cluster" .Values.clusterName
-  "grpc" (include "kvist.listen" (dict "root" . "port" 7200 "canServeTls" false) | fromYaml)
+  "grpc" (include "kvist.listen" (dict "root" . "port" 7200) | fromYaml)
   "controllers" (list (include "kvist.controllerAddress" .))
   "bus" (include "kvist.bus" . | fromYaml)
   "telemetry" (include "kvist.telemetry" . | fromYaml)
@@ -95,9 +107,7 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- if eq .Values.store.kind "etcd" -}}
 {{- $_ := set $own "store" (include "kvist.store" . | fromYaml) -}}
 {{- end -}}
-{{- if .Values.tls.enabled -}}
-{{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
-{{- end -}}
+{{- $own = merge $own (include "kvist.caller" . | fromYaml) -}}
 {{- mergeOverwrite (deepCopy .Values.kvmaster.settings) $own | toYaml -}}
 {{- end -}}
 
@@ -105,18 +115,18 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- $own := dict
   "state_folder" "/var/lib/kvist/agent"
   "controllers" (list (include "kvist.controllerAddress" .))
-  "grpc" (include "kvist.listen" (dict "root" . "port" 7300 "canServeTls" true) | fromYaml)
+  "grpc" (include "kvist.listen" (dict "root" . "port" 7300) | fromYaml)
   "bus" (include "kvist.bus" . | fromYaml)
-  "workers" (dict
+  "workers" (merge (dict
     "command" (list "python" "/etc/kvist-worker/start_worker.py")
     "stop_on_exit" true
     "listen_host" (trimAll "[]" .Values.listenHost)
-    "insecure" true
-  )
+  ) (include "kvist.door" . | fromYaml))
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
+{{- $own = merge $own (include "kvist.caller" . | fromYaml) -}}
 {{- if .Values.tls.enabled -}}
-{{- $_ := set $own "controller_tls_ca_file" "/etc/kvist-tls/ca.crt" -}}
+{{- $_ := set $own "advertised_domain" (include "kvist.agentsDomain" .) -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.agent.settings) $own | toYaml -}}
 {{- end -}}

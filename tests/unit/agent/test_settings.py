@@ -53,3 +53,23 @@ def test_a_worker_takes_what_the_agent_tells_it() -> None:
 def test_a_worker_is_reached_by_an_address_that_fits(listens: str, host: str, here: str, elsewhere: str) -> None:
     assert reached_here(listens) == here
     assert reached_from_elsewhere(listens, advertised_host=host) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("10.0.0.7", "10-0-0-7.agents.svc"),
+        ("fd00::12", "fd00--12.agents.svc"),
+        # Labels of DNS neither begin nor end with a dash.
+        ("::1", "0--1.agents.svc"),
+        ("fd00::", "fd00--0.agents.svc"),
+    ],
+)
+def test_a_node_may_be_reached_by_the_name_that_dns_gives_its_address(host: str, name: str) -> None:
+    assert read(advertised_host=host, advertised_domain="agents.svc").reached_as == name
+    assert read(advertised_host=host).reached_as == host
+
+
+def test_a_domain_wants_an_address() -> None:
+    with pytest.raises(SettingsError, match="IPv4 or IPv6"):
+        read(advertised_host="node-1", advertised_domain="agents.svc")

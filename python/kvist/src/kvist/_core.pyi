@@ -306,6 +306,9 @@ class ModelText:
 def access_table() -> str:
     """The table of who may call what, as JSON text: `[{"service", "method", "roles"}]`."""
 
+def certificate_expiry(path: str) -> int:
+    """Until when the first certificate of a PEM file may be used, in Unix seconds."""
+
 def block_hashes(
     hash_seed: int, namespace: str, adapter: str, cache_salt: str, tokens: list[int], block_size_tokens: int
 ) -> list[int]:

@@ -16,7 +16,14 @@ GRPC_SERVER_CALLS: Final = "kvist_grpc_server_calls_total"
 GRPC_SERVER_CALL_DURATION: Final = "kvist_grpc_server_call_duration_seconds"
 GRPC_SERVER_ACTIVE_CALLS: Final = "kvist_grpc_server_active_calls"
 
+# TLS of every listener.
+TLS_CERTIFICATE_EXPIRY: Final = "kvist_tls_certificate_expiry_timestamp_seconds"
+
+# Cluster states of a KV master; a router's has the same name.
+CLUSTER_STATES_IGNORED: Final = "kvist_cluster_states_ignored_total"
+
 # State store.
+STORE_DIFFERENCES: Final = "kvist_store_differences_total"
 STORE_UP: Final = "kvist_store_up"
 STORE_OPERATIONS: Final = "kvist_store_operations_total"
 STORE_OPERATION_DURATION: Final = "kvist_store_operation_duration_seconds"

@@ -113,6 +113,10 @@ class ListenSettings(DoorSettings):
     """`host:port`; port 0 takes a free one."""
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=64 * 1024)
     """Largest message taken or sent."""
+    max_calls_at_once: int = Field(default=4_096, ge=16)
+    """Calls of one method that run at once; streams count for as long as they are open."""
+    max_calls_per_second: float = Field(default=500.0, ge=0)
+    """Calls of one method from one host in a second; 0 for no limit. Twice as many may come in a moment."""
 
     @model_validator(mode="after")
     def _is_safe(self) -> Self:
@@ -198,6 +202,19 @@ def split_address(address: str) -> tuple[str, int]:
     if ":" in host:
         raise ValueError(f"{address!r}: write an IPv6 address in brackets")
     return host, int(port)
+
+
+def name_of_address(address: str, *, domain: str) -> str:
+    """The name that DNS gives an IP address below a domain, as headless services of Kubernetes do: `10-0-0-7.DOMAIN`.
+
+    Raises:
+        ValueError: It is no IP address.
+    """
+    label = str(ipaddress.ip_address(address)).replace(".", "-").replace(":", "-")
+    # Labels of DNS begin and end with a letter or a digit.
+    label = f"0{label}" if label.startswith("-") else label
+    label = f"{label}0" if label.endswith("-") else label
+    return f"{label}.{domain}"
 
 
 def join_address(host: str, port: int) -> str:

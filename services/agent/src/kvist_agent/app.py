@@ -64,7 +64,7 @@ async def main(process: Process[AgentSettings]) -> None:
                 client=client,
                 publish_tombstone=events.publish_tombstone,
                 settings=settings.workers,
-                advertised_host=settings.advertised_host,
+                advertised_host=settings.reached_as,
             )
         )
         service = AgentService(slots, attached=attached, client=client, inventory=inventory)
@@ -78,8 +78,8 @@ async def main(process: Process[AgentSettings]) -> None:
         tls = TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings.grpc)
         channels = await stack.enter_async_context(Channels(settings.controllers, tls=tls))
         address = server.address
-        if settings.advertised_host:
-            address = join_address(settings.advertised_host, split_address(address)[1])
+        if settings.reached_as:
+            address = join_address(settings.reached_as, split_address(address)[1])
 
         def on_welcome(welcome: RegisterWelcome) -> None:
             events.enter_cluster(welcome.cluster)

@@ -13,6 +13,7 @@ from kvist.settings import (
     Settings,
     TelemetrySettings,
     join_address,
+    name_of_address,
 )
 from kvist_agent.attach_settings import AttachSettings
 
@@ -79,6 +80,9 @@ class AgentSettings(Settings):
     """Where the agent's own gRPC server listens."""
     advertised_host: Annotated[str, StringConstraints(max_length=253)] = ""
     """Host that others reach this node and its workers by; that of each listener when empty."""
+    advertised_domain: Annotated[str, StringConstraints(max_length=200)] = ""
+    """Domain below which DNS knows `advertised_host`, an IP address then, as `10-0-0-7.DOMAIN`: what certificates can
+    name."""
     bus: BusSettings = BusSettings()
     """Where KV events and tombstones go."""
     attach: tuple[AttachSettings, ...] = ()
@@ -105,4 +109,13 @@ class AgentSettings(Settings):
             raise ValueError(
                 f"workers.listen_host {self.workers.listen_host} is no address to reach workers by: set advertised_host"
             )
+        if self.advertised_domain:
+            name_of_address(self.advertised_host, domain=self.advertised_domain)
         return self
+
+    @property
+    def reached_as(self) -> str:
+        """Host that others reach this node by; empty for that of each listener."""
+        if self.advertised_domain:
+            return name_of_address(self.advertised_host, domain=self.advertised_domain)
+        return self.advertised_host

@@ -3,6 +3,9 @@
 import asyncio
 from functools import partial
 
+from prometheus_client import Counter
+
+from kvist import names
 from kvist.admin import AdminServer
 from kvist.controller.v1.controller_pb2 import DESCRIPTOR
 from kvist.controller.v1.controller_pb2_grpc import add_ControllerServiceServicer_to_server
@@ -38,6 +41,11 @@ class ControllerApp:
         self._settings = process.settings
         self._keys = Keys(process.settings.cluster)
         self._instance: Instance | None = None
+        self._differences = Counter(
+            names.STORE_DIFFERENCES,
+            "Keys that a comparison with the store found different from what this process had.",
+            registry=process.registry,
+        )
         self._metrics = ElectionMetrics(
             process.registry,
             is_leading=lambda: self._instance is not None and self._instance.leading is not None,
@@ -56,9 +64,9 @@ class ControllerApp:
     async def _serve(self, store: StateStore) -> None:
         settings, process = self._settings, self._process
         published = PublishedState()
-        follower = Follower(store, self._keys, published)
+        follower = Follower(store, self._keys, published, on_difference=self._note_differences)
         instance = Instance(
-            LeaderRecord(settings.name, settings.advertised_address),
+            LeaderRecord(settings.name, settings.reached_as),
             follower,
             published,
             peer_tls=TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings.grpc),
@@ -77,7 +85,7 @@ class ControllerApp:
             ) as admin,
             server,
         ):
-            instance.identity = LeaderRecord(settings.name, settings.advertised_address or server.address)
+            instance.identity = LeaderRecord(settings.name, settings.reached_as or server.address)
             process.announce(grpc_address=server.address, admin_address=admin.address)
             process.readiness.clear("start")
             try:
@@ -90,6 +98,9 @@ class ControllerApp:
                 process.readiness.block("stopping", "the process is being stopped")
                 await server.stop(grace_seconds=0.2)
                 await instance.close()
+
+    def _note_differences(self, keys: int) -> None:
+        self._differences.inc(keys)
 
     async def _become_ready(self, instance: Instance, server: GrpcServer) -> None:
         """Ready once the store was read and somebody leads; a later outage takes nobody out of service."""

@@ -24,7 +24,7 @@ from kvist.store.election import Leadership
 from kvist.telemetry import logger
 from kvist_controller.cluster_state import build_cluster_state, is_usable, pool_uid, stored_spec
 from kvist_controller.fleet import DEATH_RETENTION_SECONDS, Death, Fleet, status_with_verdict
-from kvist_controller.placement import plan
+from kvist_controller.placement import SlotView, plan
 from kvist_controller.plain import to_struct
 from kvist_controller.presence import Presence, PresenceTimes
 from kvist_controller.published import PublishedState
@@ -387,7 +387,7 @@ class Controller:
                 fleet.put_slot(replace(slot, spec=self._worker_spec(service, spec, slot.uid)))
         dead = fleet.dead_incarnations()
         slots = [
-            fleet.slot_view(slot, is_ready=slot.uid not in silent and is_usable(slot, dead), now_seconds=now_seconds)
+            self._slot_view(slot, silent=silent, dead=dead, now_seconds=now_seconds)
             for slot in fleet.slots_of(service.uid)
         ]
         steps = plan(
@@ -414,6 +414,18 @@ class Controller:
         self._state_status(
             service, remaining, silent=silent, desired=desired, revision=revision, unplaced=steps.unplaced
         )
+
+    def _slot_view(
+        self, slot: SlotRecord, *, silent: frozenset[str], dead: Mapping[str, int], now_seconds: float
+    ) -> SlotView:
+        """A slot as placement sees it.
+
+        One whose node is silent is not lost while its worker answers: after an outage of the network between
+        controllers and agents all nodes are silent at once, and what serves is not replaced.
+        """
+        is_ready = slot.uid not in silent and is_usable(slot, dead)
+        view = self._fleet.slot_view(slot, is_ready=is_ready, now_seconds=now_seconds)
+        return replace(view, is_lost=view.is_lost and not is_ready)
 
     def _fix_contract(self, service: ServiceRecord, spec: ModelServiceSpec, revision: str) -> None:
         """A resource may pin what else the first accepted worker fixes."""

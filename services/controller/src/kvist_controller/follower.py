@@ -1,6 +1,6 @@
 """What every controller reads from the store, so that it can answer without leading."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvist.changes import Changes
 from kvist.controller.v1.controller_pb2 import ClusterState
@@ -17,7 +17,14 @@ _log = logger(__name__)
 class Follower:
     """Resources, cluster state and leader as the store has them; the last known ones while it is away."""
 
-    def __init__(self, store: StateStore, keys: Keys, published: PublishedState) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        keys: Keys,
+        published: PublishedState,
+        *,
+        on_difference: Callable[[int], None] = lambda _keys: None,
+    ) -> None:
         self.services: dict[str, ServiceRecord] = {}
         self.resource_changes = Changes()
         # Who leads; none when nobody does as far as the store says.
@@ -27,7 +34,7 @@ class Follower:
         self._keys = keys
         self._published = published
         self._services_prefix = keys.resources(MODEL_SERVICE_KIND)
-        self._mirror = Mirror(store, keys.root, on_change=self._take)
+        self._mirror = Mirror(store, keys.root, on_change=self._take, on_difference=on_difference)
 
     @property
     def has_read(self) -> bool:

@@ -1,11 +1,19 @@
 """Settings of the controller."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from kvist.settings import ListenSettings, Settings, StoreSettings, TelemetrySettings, split_address
+from kvist.settings import (
+    ListenSettings,
+    Settings,
+    StoreSettings,
+    TelemetrySettings,
+    join_address,
+    name_of_address,
+    split_address,
+)
 
 
 class RegistrySettings(Settings):
@@ -30,6 +38,9 @@ class ControllerSettings(Settings):
     """Where agents, routers, KV masters and people connect."""
     advertised_address: Annotated[str, StringConstraints(max_length=300)] = ""
     """`host:port` by which other controllers reach this one; where it listens when absent."""
+    advertised_domain: Annotated[str, StringConstraints(max_length=200)] = ""
+    """Domain below which DNS knows the host of `advertised_address`, an IP address then, as `10-0-0-7.DOMAIN`: what
+    certificates can name."""
     tls_ca_file: Path | None = None
     """PEM of the authorities that sign the certificates of workers and other controllers; plain text without it."""
     controller_tls_ca_file: Path | None = None
@@ -44,6 +55,20 @@ class ControllerSettings(Settings):
     """How long a dead leader holds up its successor."""
     telemetry: TelemetrySettings = TelemetrySettings()
     """Logs and the admin server."""
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if self.advertised_domain:
+            name_of_address(split_address(self.advertised_address)[0], domain=self.advertised_domain)
+        return self
+
+    @property
+    def reached_as(self) -> str:
+        """`host:port` by which other controllers reach this one; empty for where it listens."""
+        if not self.advertised_domain:
+            return self.advertised_address
+        host, port = split_address(self.advertised_address)
+        return join_address(name_of_address(host, domain=self.advertised_domain), port)
 
     @field_validator("advertised_address")
     @classmethod

@@ -5,10 +5,12 @@ import json
 from contextlib import AsyncExitStack
 from functools import partial
 
-from kvist import _core
+from prometheus_client import Counter
+
+from kvist import _core, names
 from kvist.admin import AdminServer
 from kvist.cluster_watch import ClusterWatch
-from kvist.controller.v1.controller_pb2 import ClusterState
+from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion
 from kvist.core_telemetry import start_core_telemetry
 from kvist.errors import core_errors
 from kvist.grpc import Channels, GrpcServer, Registration, TlsFiles
@@ -78,20 +80,45 @@ async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) 
         server = await stack.enter_async_context(
             GrpcServer(
                 settings.grpc,
-                services=[Registration(SERVICE_NAME, partial(add_KvMasterServiceServicer_to_server, service))],
+                services=[
+                    Registration(
+                        SERVICE_NAME,
+                        partial(add_KvMasterServiceServicer_to_server, service),
+                        # What gateways may ask for each of their requests.
+                        unpaced=("Lookup",),
+                    )
+                ],
                 registry=process.registry,
             )
         )
         tls = TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings.grpc)
         channels = await stack.enter_async_context(Channels(settings.controllers, tls=tls))
 
+        ignored = Counter(
+            names.CLUSTER_STATES_IGNORED,
+            "Cluster states that were not taken up.",
+            [names.LABEL_REASON],
+            registry=process.registry,
+        )
+        applied_version = ClusterVersion()
+
         async def take(state: ClusterState) -> None:
+            nonlocal applied_version
             try:
                 applied = await asyncio.to_thread(index.apply_cluster_state, state.SerializeToString())
             except (ValueError, _core.CoreError) as failure:
+                ignored.labels("invalid").inc()
                 _log.error("cluster_state_refused", revision=state.version.revision, reason=str(failure))
                 return
+            if not applied and state.version != applied_version:
+                ignored.labels("older").inc()
+                _log.warning(
+                    "cluster_state_ignored",
+                    revision=state.version.revision,
+                    applied_revision=applied_version.revision,
+                )
             if applied:
+                applied_version = state.version
                 service.set_synced()
                 process.readiness.clear("cluster_state")
                 await server.set_serving(True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ from opentelemetry.propagate import extract, inject
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvist import _core, errors, names, telemetry
+from kvist.grpc.limits import CallLimits
 
 _BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
@@ -28,8 +29,15 @@ class ServerCalls(grpc.aio.ServerInterceptor):
     and the caller sees `INTERNAL` without the text.
     """
 
-    def __init__(self, registry: CollectorRegistry, *, rules: _core.DoorRules | None = None) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        rules: _core.DoorRules | None = None,
+        limits: CallLimits | None = None,
+    ) -> None:
         self._rules = rules
+        self._limits = limits
         self._log = telemetry.logger("kvist.grpc")
         self._tracer = trace.get_tracer("kvist.grpc")
         self._calls = Counter(names.GRPC_SERVER_CALLS, "Calls that ended.", ["method", "code"], registry=registry)
@@ -100,7 +108,9 @@ class ServerCalls(grpc.aio.ServerInterceptor):
         attach(trace.set_span_in_context(span))
         try:
             self._check(method, context)
-            yield
+            # After the check: whoever may not call uses up nobody's share.
+            with self._limits.call(method, _host(context.peer())) if self._limits else nullcontext():
+                yield
             code = "OK"
         except errors.KvistError as failure:
             code = failure.entry.grpc
@@ -135,6 +145,11 @@ class ServerCalls(grpc.aio.ServerInterceptor):
         uris = [uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ())]
         with errors.core_errors():
             self._rules.check(method, uris)
+
+
+def _host(peer: str) -> str:
+    """The host of a peer such as `ipv4:10.0.0.7:1234`."""
+    return peer.rpartition(":")[0]
 
 
 def _with_trace(details: Any) -> Any:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
-from kvist import _core, telemetry
+from kvist import _core, names, telemetry
 from kvist.errors import core_errors
 from kvist.grpc.interceptors import ServerCalls
+from kvist.grpc.limits import CallLimits
 from kvist.settings import ListenSettings, is_loopback, join_address, split_address
 
 # Clients ping every 30 s (see `client`); more often than this is refused.
@@ -31,10 +33,12 @@ class Registration:
     Attributes:
         name: Fully qualified name, such as `kvist.controller.v1.ControllerService`.
         add: Adds the servicer to a server, for example a `functools.partial` of the generated function.
+        unpaced: Methods that a host may call as often as it likes.
     """
 
     name: str
     add: Callable[[grpc.aio.Server], None]
+    unpaced: tuple[str, ...] = ()
 
 
 class GrpcServer:
@@ -51,7 +55,7 @@ class GrpcServer:
         self._names = tuple(service.name for service in services)
         self._health: Any = getattr(health, "aio").HealthServicer()  # noqa: B009  Its types do not export it.
         self._server = grpc.aio.server(
-            interceptors=[ServerCalls(registry, rules=_rules(settings))],
+            interceptors=[ServerCalls(registry, rules=_rules(settings), limits=_limits(settings, services))],
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
@@ -63,6 +67,8 @@ class GrpcServer:
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIME_LIMIT_MS),
             ],
         )
+        if settings.tls_certificate_file is not None:
+            _measure_certificate(settings.tls_certificate_file, registry)
         for service in services:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -119,6 +125,28 @@ def _rules(settings: ListenSettings) -> _core.DoorRules | None:
         return None
     with core_errors():
         return _core.DoorRules(list(settings.open_services), settings.tls_role_uri)
+
+
+def _limits(settings: ListenSettings, services: Sequence[Registration]) -> CallLimits:
+    return CallLimits(
+        most_at_once=settings.max_calls_at_once,
+        most_per_second=settings.max_calls_per_second,
+        unpaced={f"{service.name}/{method}" for service in services for method in service.unpaced},
+    )
+
+
+def _measure_certificate(file: Path, registry: CollectorRegistry) -> None:
+    """States when the certificate that new connections see ends; 0 while its file cannot be read."""
+
+    def expiry() -> float:
+        try:
+            return float(_core.certificate_expiry(str(file)))
+        except _core.CoreError:
+            return 0.0
+
+    text = "When the certificate of a listener ends, in Unix seconds."
+    gauge = Gauge(names.TLS_CERTIFICATE_EXPIRY, text, ["listener"], registry=registry)
+    gauge.labels("grpc").set_function(expiry)
 
 
 def _credentials(settings: ListenSettings) -> grpc.ServerCredentials | None:
