@@ -4,12 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED, AttachedEngine, NodeInventory
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
+from kvist_controller.agent_session import AgentSession
+from kvist_controller.follower import Follower
+from kvist_controller.instance import Instance
 from kvist_controller.plain import from_struct
+from kvist_controller.published import PublishedState
+from kvist_controller.records import Keys, LeaderRecord
+from kvist_controller.settings import RegistrySettings
 from kvist_controller.silence import Silence, Suspect
 from support.control_plane import ClusterReader, ControlPlane, ScriptedAgent, control_plane, manifest
 
@@ -392,6 +399,36 @@ async def test_a_session_begins_with_hello(plane: ControlPlane) -> None:
     call = plane.stub.Register()
     await call.write(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
     assert (await refused(call.read())).code == "INVALID_ARGUMENT"
+
+
+class HungUp:
+    """A call whose client is gone when it is to be told something."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    async def write(self, _: pb.RegisterResponse) -> None:
+        self.words -= 1
+        if self.words < 0:
+            raise grpc.aio.InternalError("the connection is gone")
+
+
+@pytest.mark.parametrize("words", [0, 1])
+async def test_an_agent_that_hangs_up_meanwhile_is_no_fault(plane: ControlPlane, words: int) -> None:
+    async def nothing_more() -> AsyncIterator[pb.RegisterRequest]:
+        await asyncio.Event().wait()
+        yield pb.RegisterRequest()
+
+    hello = pb.AgentHello(inventory=NodeInventory(node_uid="node-h", name="node-h"), address="127.0.0.1:1")
+    hello.pulse_interval.FromMilliseconds(50)
+    instance = Instance(
+        LeaderRecord("test", ""),
+        Follower(plane.store, Keys("test"), PublishedState()),
+        PublishedState(),
+    )
+    instance.set_leading(plane.controller)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        await AgentSession(instance, hello, HungUp(words), RegistrySettings()).run(nothing_more())
 
 
 async def test_who_asks_for_signs_of_life_has_one_at_once(plane: ControlPlane) -> None:

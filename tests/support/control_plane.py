@@ -33,6 +33,7 @@ from kvist_controller.silence import Silence
 
 @dataclass(frozen=True, slots=True)
 class ControlPlane:
+    store: SqliteStore
     controller: Controller
     stub: ControllerServiceStub
     address: str
@@ -75,7 +76,7 @@ async def control_plane(
         ):
             running = [group.create_task(controller.run()), group.create_task(controller.watch_silent_nodes())]
             try:
-                yield ControlPlane(controller, ControllerServiceStub(channel), server.address)
+                yield ControlPlane(store, controller, ControllerServiceStub(channel), server.address)
             finally:
                 for task in running:
                     task.cancel()

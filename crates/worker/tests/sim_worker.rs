@@ -583,8 +583,10 @@ async fn the_engine_writes_down_what_it_took_and_how_it_ended() {
         lines().iter().filter(|line| line["event"] == "accepted").map(|line| line["request_id"].clone()).collect();
     assert_eq!(serde_json::json!(["whole", "long", "cut"]), serde_json::json!(taken));
     assert_eq!(serde_json::json!(4), end_of("whole").unwrap()["completion_tokens"]);
-    let reasons = ["whole", "long", "cut"].map(|id| end_of(id).unwrap()["reason"].clone());
-    assert_eq!(serde_json::json!(["length", "DRAINING", "aborted"]), serde_json::json!(reasons));
+    let [whole, long, cut] = ["whole", "long", "cut"].map(|id| end_of(id).unwrap()["reason"].clone());
+    assert_eq!(["length", "aborted"].map(serde_json::Value::from), [whole, cut]);
+    // The end of the link and that of the engine come at once.
+    assert!(long == "DRAINING" || long == "aborted", "{long}");
     assert_eq!(6, lines().len());
     std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -24,7 +24,7 @@ async def agent_is_killed(scene: Scene) -> None:
     workers = _running(await mesh.workers())
     await mesh.kill(name)
     # Each worker has served without its agent.
-    await load.until_finished(50, limit_seconds=LIMIT_SECONDS)
+    await load.until_finished(25, limit_seconds=LIMIT_SECONDS)
     assert [] == load.bad(since=before)
     async with scene.step("agent back: it has its workers again", limit_seconds=8) as step:
         started = time.time()
@@ -156,7 +156,7 @@ async def router_is_killed(scene: Scene) -> None:
             await asyncio.sleep(0.005)
     await mesh.kill("router-0")
     killed_at = time.monotonic()
-    await load.until_finished(50, limit_seconds=LIMIT_SECONDS)
+    await load.until_finished(25, limit_seconds=LIMIT_SECONDS)
 
     def torn() -> list[Outcome]:
         return [o for o in load.outcomes[before:] if o.started < killed_at and o.attempts[0].kind == "torn"]

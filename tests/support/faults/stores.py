@@ -172,7 +172,7 @@ async def nats_cannot_be_reached(scene: Scene) -> None:
     mesh, load = scene.mesh, scene.load
     before = len(load.outcomes)
     mesh.nats_door.is_cut = True
-    await load.until_finished(50, limit_seconds=LIMIT_SECONDS)
+    await load.until_finished(25, limit_seconds=LIMIT_SECONDS)
     assert [] == load.bad(since=before)
     await mesh.nats_door.heal()
     await _until_caught_up(scene, f"half-open connections to NATS end: {scene.workers} workers EXACT in all indexes")

@@ -46,20 +46,24 @@ class AgentSession:
     async def run(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
         """Serves the agent until it hangs up."""
         pulses = self._hello.HasField("pulse_interval")
-        if pulses:
-            # The first word: an agent whose connection is cut right after it knows what it misses.
-            await self._write(pb.RegisterResponse(pulse=pb.Pulse()))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._serve())]
-            if pulses:
-                seconds = max(0.05, self._hello.pulse_interval.ToNanoseconds() / 1e9)
-                tasks.append(group.create_task(self._pulse(seconds)))
-            async for request in requests:
-                if request.WhichOneof("message") == "heartbeat":
-                    self._load = request.heartbeat
-                    self._news.announce()
-            for task in tasks:
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                if pulses:
+                    # The first word: an agent whose connection is cut right after it knows what it misses.
+                    await self._write(pb.RegisterResponse(pulse=pb.Pulse()))
+                tasks = [group.create_task(self._serve())]
+                if pulses:
+                    seconds = max(0.05, self._hello.pulse_interval.ToNanoseconds() / 1e9)
+                    tasks.append(group.create_task(self._pulse(seconds)))
+                async for request in requests:
+                    if request.WhichOneof("message") == "heartbeat":
+                        self._load = request.heartbeat
+                        self._news.announce()
+                for task in tasks:
+                    task.cancel()
+        except* grpc.aio.InternalError as failures:
+            # Its connection broke while it was being told something, which is an end like another.
+            _log.info("agent_hung_up", node_uid=self._node_uid, reason=str(failures.exceptions[0]))
 
     async def _write(self, response: pb.RegisterResponse) -> None:
         async with self._writing:
