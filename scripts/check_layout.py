@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "history": {"proto", "errors", "blocks", "ledger", "telemetry"},
     "events": {"history", "index", "ledger", "blocks", "proto", "errors", "doors", "telemetry"},
     "worker": {"proto", "errors", "doors", "blocks", "ledger", "history", "events", "twin", "link", "telemetry"},
+    "attached": {"proto", "errors", "text", "telemetry", "worker"},
     "router": {"proto", "errors", "doors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
     "upstream": {"proto", "errors", "blocks", "schedule", "router", "telemetry"},
     "edge": {"proto", "errors", "doors", "dialect", "router", "upstream", "telemetry"},

@@ -54,7 +54,7 @@ def test_a_second_service_is_served_scaled_and_gone(cluster: EmbeddedCluster) ->
 def test_a_wrong_manifest_is_refused_with_paths_and_suggestions(cluster: EmbeddedCluster) -> None:
     refused = cluster.apply("wrong", code=2, replica=2, engine={"name": "simm"})
     assert "spec.replica: unknown field, did you mean 'replicas'?" in refused
-    assert "spec.engine.name: must be one of llamacpp, sim, vllm, did you mean 'sim'?" in refused
+    assert "spec.engine.name: must be one of attached, llamacpp, sim, vllm, did you mean 'sim'?" in refused
     assert "spec.replicas" in cluster.apply("wrong", code=2, replicas=-1)
     assert "spec.model: 'sim' is served by" in cluster.apply("other", code=2, model="sim")
     assert "metadata.nam: unknown field, did you mean 'name'?" in cluster.kvist(

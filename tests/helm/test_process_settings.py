@@ -351,7 +351,7 @@ def test_the_schema_knows_each_setting_with_its_bounds(chart, process):
             stated = {path: part for path, part in stated.items() if path not in parts}
     if process == "agent":
         # The chart is stricter here: it names the engines.
-        assert stated["workers.engines"].pop("items") == {"enum": ["sim", "llamacpp", "vllm"]}
+        assert stated["workers.engines"].pop("items") == {"enum": ["attached", "llamacpp", "sim", "vllm"]}
         expected["workers.engines"].pop("items")
         # Where the model refers to a class, the chart says it in place.
         stated["attach"]["items"].pop("required")

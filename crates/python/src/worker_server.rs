@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use kvist_attached::AttachedEngine;
 use kvist_errors::{Code, KvistError};
 use kvist_worker::{Engine, SimWorkerEngine, WorkerSettings};
 use parking_lot::Mutex;
@@ -30,13 +31,16 @@ pub(crate) struct WorkerServer {
 
 #[pymethods]
 impl WorkerServer {
-    /// `engine`: an adapter, or none for the simulated engine.
+    /// `engine`: an adapter, or none for an engine of the core: `sim`, `attached`.
     #[new]
     #[pyo3(signature = (runtime, settings_json, engine=None))]
     fn new(runtime: &Runtime, settings_json: &str, engine: Option<Py<PyAny>>) -> PyResult<Self> {
         let settings = WorkerSettings::from_json(settings_json).map_err(|error| raise(&error))?;
         let engine: Arc<dyn Engine> = match engine {
             Some(adapter) => Arc::new(PythonEngine::new(adapter)),
+            None if settings.engine == "attached" => {
+                Arc::new(AttachedEngine::new(&settings.engine_arguments).map_err(|error| raise(&error))?)
+            }
             None => Arc::new(SimWorkerEngine::new(settings.sim.clone())),
         };
         Ok(Self { handle: runtime.handle()?, state: Mutex::new(State::New(Box::new(settings), engine)) })

@@ -55,7 +55,7 @@ impl TokenizerFile {
 /// What an engine is.
 #[derive(Clone, Debug, Default)]
 pub struct EngineDescription {
-    /// Adapter: `llamacpp`, `sim`, `vllm`.
+    /// Adapter: `attached`, `llamacpp`, `sim`, `vllm`.
     pub engine: String,
     /// Version of the engine.
     pub version: String,

@@ -46,6 +46,8 @@ pub struct WorkerSettings {
     pub generate_buffer_tokens: usize,
     /// Which engine: `sim` is built in, others are given by the caller.
     pub engine: String,
+    /// Arguments of an engine of the core that is not the simulated one, which checks them.
+    pub engine_arguments: serde_json::Value,
     /// Settings of the simulated engine.
     pub sim: SimWorkerSettings,
 }
@@ -69,6 +71,7 @@ impl Default for WorkerSettings {
             drain_time_limit_ms: 30_000,
             generate_buffer_tokens: 65_536,
             engine: "sim".to_owned(),
+            engine_arguments: serde_json::Value::Null,
             sim: SimWorkerSettings::default(),
         }
     }

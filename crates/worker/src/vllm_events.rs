@@ -41,6 +41,10 @@ pub struct VllmEventsSettings {
     /// The engine's `PYTHONHASHSEED`; none when it has none.
     #[serde(default)]
     pub python_hash_seed: Option<String>,
+    /// Whether requests may ask the engine to report what it holds already. Not those of an adapter that makes all
+    /// requests itself, and refuses such ones.
+    #[serde(default)]
+    pub may_repeat: bool,
 }
 
 impl VllmEventsSettings {
@@ -54,8 +58,7 @@ impl VllmEventsSettings {
     fn reader(&self, namespace: &str, hash_seed: HashSeed) -> VllmReaderSettings {
         let mut engine = VllmSettings::new(namespace, hash_seed);
         engine.hashes = self.hash_algorithm.scheme(self.python_hash_seed.as_deref());
-        // Only the adapter of this worker makes requests, and it refuses those that ask for a report of what is held.
-        engine.may_repeat = false;
+        engine.may_repeat = self.may_repeat;
         VllmReaderSettings::new(self.endpoint.clone(), self.replay_endpoint.clone(), engine)
     }
 }

@@ -11,14 +11,14 @@ import kvist
 from kvist import engines as engine_environments
 from kvist.agent.v1.agent_pb2 import NodeInventory, NodeLoad
 
-# Engine adapter → module that it cannot do without. The simulated engine needs none.
+# Engine adapter → module that it cannot do without. Those of the core need none.
 _MODULES_BY_ENGINE: Mapping[str, str] = {"llamacpp": "xllamacpp"}
 
 
 def installed_engines() -> list[str]:
     """Engine adapters that can start here: those of this environment, and those with one of their own."""
     here = [engine for engine, module in _MODULES_BY_ENGINE.items() if importlib.util.find_spec(module)]
-    return sorted({"sim", *here, *engine_environments.installed()})
+    return sorted({"attached", "sim", *here, *engine_environments.installed()})
 
 
 def read_inventory(*, node_uid: str, name: str, labels: Mapping[str, str], engines: Sequence[str]) -> NodeInventory:

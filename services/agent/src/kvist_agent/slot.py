@@ -373,13 +373,18 @@ class WorkerSlot:
     async def _back_off_after(self, reason: str, healthy_seconds: float) -> None:
         delay_seconds = self._back_off.next_delay_seconds(healthy_seconds=healthy_seconds)
         self._restart_at_unix_seconds = time.time() + delay_seconds
-        self._enter(WORKER_PHASE_BACKING_OFF, message=reason)
+        self._enter(WORKER_PHASE_BACKING_OFF, message=await self._explained(reason))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_seconds):
                 # A new specification or the end of the slot cuts the wait short.
                 await self._command_given.wait()
         self._command_given.clear()
         self._restart_at_unix_seconds = None
+
+    async def _explained(self, reason: str) -> str:
+        """How the process ended, and what it said of it."""
+        failure = await asyncio.to_thread(self._folder.failure)
+        return f"{reason}: {failure}" if failure else reason
 
     def _enter(self, phase: "WorkerPhase.ValueType", *, message: str) -> None:
         self._is_attaching = False

@@ -25,6 +25,10 @@ from kvist.atomic_file import write_atomically
 from kvist_agent.process import ProcessIdentity
 
 SCHEMA_VERSION = 1
+# What is read of a log to find out why its worker ended, and how much of the reason is passed on.
+_LAST_WORDS_BYTES = 64 * 1024
+_LONGEST_FAILURE = 1_000
+_FAILURE_EVENT = b"worker_failed"
 # UIDs name folders and NATS subjects, so anything else is refused.
 WORKER_UID_PATTERN = re.compile(r"[a-z0-9]([a-z0-9-]{0,126}[a-z0-9])?")
 
@@ -144,6 +148,25 @@ class SlotFolder:
         """Puts the log of the last start aside; the one before is dropped."""
         if self.log_path.exists():
             self.log_path.replace(self.path / "worker.log.1")
+
+    def failure(self) -> str:
+        """Why the worker could not start or go on, in its own words; empty when it did not say."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, self.log_path.stat().st_size - _LAST_WORDS_BYTES))
+                lines = log.read().splitlines()
+        except FileNotFoundError:
+            return ""
+        for line in reversed(lines):
+            if _FAILURE_EVENT not in line:
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and record.get("event") == "worker_failed":
+                return str(record.get("reason", ""))[:_LONGEST_FAILURE]
+        return ""
 
     def make(self) -> None:
         """Makes the folder, readable by the owner alone."""

@@ -58,7 +58,7 @@ class _Section(BaseModel):
 class EngineSpec(_Section):
     """Which engine computes, and its arguments."""
 
-    name: Literal["llamacpp", "sim", "vllm"]
+    name: Literal["attached", "llamacpp", "sim", "vllm"]
     # Checked by the engine adapter at its start: the controller knows no engine's arguments.
     arguments: dict[str, Any] = Field(default_factory=dict)
 

@@ -41,7 +41,7 @@ class WorkerSettings(DoorSettings):
     """Milliseconds that running requests may take when the worker is asked to stop."""
     generate_buffer_tokens: int = Field(default=65_536, ge=1)
     """Tokens that a caller of `Generate` may leave unread."""
-    engine: Literal["sim", "llamacpp", "vllm"] = "sim"
+    engine: Literal["attached", "llamacpp", "sim", "vllm"] = "sim"
     """Which engine."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine, checked by its adapter."""
@@ -67,6 +67,8 @@ class WorkerSettings(DoorSettings):
         values["door"] = self.core_door()
         if self.engine == "sim":
             values["sim"] = self.engine_arguments
+        elif self.engine == "attached":
+            values["engine_arguments"] = self.engine_arguments
         return json.dumps(values)
 
 

@@ -8,18 +8,18 @@ from pydantic import ValidationError
 from kvist.errors import FieldViolation, error, invalid, invalid_field
 from kvist_worker.engine import EngineAdapter
 
-NAMES = ("llamacpp", "sim", "vllm")
+NAMES = ("attached", "llamacpp", "sim", "vllm")
 
 
 def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
-    """The adapter of an engine; none for the simulated one, which the core brings.
+    """The adapter of an engine; none for those that the core brings: the simulated one and servers that run already.
 
     Raises:
         KvistError: `INVALID_ARGUMENT` for wrong arguments or an unknown name, `NOT_IMPLEMENTED` for an engine that is
             not there.
     """
     match name:
-        case "sim":
+        case "attached" | "sim":
             return None
         case "llamacpp":
             try:

@@ -85,7 +85,7 @@ class WorkerSpec(_message.Message):
     model: _builtins.str
     """Name of the served model."""
     engine: _builtins.str
-    """Engine adapter: `llamacpp`, `sim`, `vllm`."""
+    """Engine adapter: `attached`, `llamacpp`, `sim`, `vllm`."""
     pool_uid: _builtins.str
     """UID of the pool."""
     pool_revision: _builtins.str

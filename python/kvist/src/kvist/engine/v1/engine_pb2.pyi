@@ -192,7 +192,7 @@ class WorkerDescription(_message.Message):
     model: _builtins.str
     """Name of the served model, as clients say it."""
     engine: _builtins.str
-    """Engine adapter: `llamacpp`, `sim`, `vllm`."""
+    """Engine adapter: `attached`, `llamacpp`, `sim`, `vllm`."""
     engine_version: _builtins.str
     """Version of the engine."""
     block_size_tokens: _builtins.int
