@@ -10,13 +10,15 @@ from kvist.events.v1.events_pb2 import Candidate, CostTerms, DecisionRecord, Rec
 def record(**fields: object) -> DecisionRecord:
     terms = CostTerms(queue_seconds=0.02, prefill_seconds=0.1, displacement_seconds=0.2, decode_seconds=0.005)
     chosen = Candidate(worker_uid="a", source_state=SourceState.SOURCE_STATE_EXACT, cost=0.325, cost_terms=terms)
-    left_out = Candidate(worker_uid="b", filtered_reason="draining")
+    left_out = Candidate(worker_uid="b", rank=1, filtered_reason="draining")
     return DecisionRecord(model="m", policy="cost, max", candidates=[chosen, left_out], chosen_candidate=0, **fields)
 
 
 def test_terms_are_in_milliseconds_and_those_left_out_have_none(capsys: pytest.CaptureFixture[str]) -> None:
     print_decision(record())
-    chosen, left_out = (line.split() for line in capsys.readouterr().out.splitlines() if " a " in line or " b " in line)
+    chosen, left_out = (
+        line.split() for line in capsys.readouterr().out.splitlines() if " a/0 " in line or " b/1 " in line
+    )
     assert chosen[-4:] == ["20.0", "100.0", "205.0", "325.0"]
     assert left_out[-1] == "draining"
     assert "0.0" not in left_out

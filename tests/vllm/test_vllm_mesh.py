@@ -1,4 +1,4 @@
-"""vLLM behind the whole mesh: clients, routing by its cache, audits, and the death of its engine core."""
+"""vLLM of two ranks behind the whole mesh: clients, routing by its caches, audits, and the death of an engine core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.vllm_worker import BLOCK_SIZE_TOKENS, ENVIRONMENT, MODEL
 
 pytestmark = pytest.mark.timeout(1200)
 
-# Two engines that start at once share the machine's cores.
+# Two engine cores that start at once share the machine's cores.
 START_SECONDS = 900
 LONG_PROMPT = "Here are the rules of the library. Books are lent for four weeks and must come back in time. " * 5
 
@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, engine_arguments: dict[str
         cluster.apply(
             MODEL,
             model=MODEL,
-            engine={"name": "vllm", "arguments": engine_arguments},
+            engine={"name": "vllm", "arguments": {**engine_arguments, "data-parallel-size": 2}},
             replicas=1,
             startupTimeout="15m",
         )
@@ -89,20 +89,35 @@ def test_chat_and_completions_through_the_edge(cluster: EmbeddedCluster) -> None
     assert "Paris" in completion.choices[0].text
 
 
-def test_a_prompt_asked_again_is_cached_and_explained(cluster: EmbeddedCluster) -> None:
-    first = ask(cluster, LONG_PROMPT)
+def test_a_prompt_asked_again_is_cached_at_the_right_rank_and_explained(cluster: EmbeddedCluster) -> None:
+    texts = [f"{number}: {LONG_PROMPT}" for number in range(2)]
+    # While one rank computes, the other is the better one for a prompt that neither knows.
+    busy = ask(cluster, texts[0], max_tokens=200, stream=True)
+    ranks = [chosen_rank(cluster, next(iter(busy)).id)]
+    ranks.append(chosen_rank(cluster, ask(cluster, texts[1]).id))
+    assert set(ranks) == {0, 1}
+    busy.close()
     eventually("router, KV master and ledgers agree", lambda: audit_is_clean(cluster))
-    again = ask(cluster, LONG_PROMPT)
-    cached = again.usage.prompt_tokens_details.cached_tokens
-    blocks = (first.usage.prompt_tokens - 1) // BLOCK_SIZE_TOKENS
-    assert cached == blocks * BLOCK_SIZE_TOKENS > 0
-    request_id = again.id.removeprefix("chatcmpl-")
-    decision = cluster.decision(request_id)
-    [candidate] = decision.candidates
-    assert [match.blocks for match in candidate.matches] == [blocks]
-    explained = cluster.kvist("route", "explain", request_id)
-    assert f"{cached} of {first.usage.prompt_tokens} tokens cached" in explained
-    assert chosen_worker(decision) in explained
+    for text, rank in zip(texts, ranks, strict=True):
+        again = ask(cluster, text)
+        cached = again.usage.prompt_tokens_details.cached_tokens
+        blocks = (again.usage.prompt_tokens - 1) // BLOCK_SIZE_TOKENS
+        assert cached == blocks * BLOCK_SIZE_TOKENS > 0
+        assert chosen_rank(cluster, again.id) == rank
+        decision = cluster.decision(again.id.removeprefix("chatcmpl-"))
+        assert [match.blocks for match in decision.candidates[decision.chosen_candidate].matches] == [blocks]
+        explained = cluster.kvist("route", "explain", again.id.removeprefix("chatcmpl-"))
+        assert f"{cached} of {again.usage.prompt_tokens} tokens cached" in explained
+        [chosen] = [line for line in explained.splitlines() if "→" in line]
+        assert f" {chosen_worker(decision)}/{rank} " in chosen
+
+
+def chosen_rank(cluster: EmbeddedCluster, answer_id: str) -> int:
+    """The rank that a request went to; it may still run."""
+    request = router_pb2.ExplainRequest(request_id=answer_id.removeprefix("chatcmpl-"))
+    with cluster.router() as router:
+        decision = router.Explain(request, timeout=10).decisions[-1]
+    return decision.candidates[decision.chosen_candidate].rank
 
 
 def test_the_index_is_exact_while_blocks_are_evicted(cluster: EmbeddedCluster) -> None:
@@ -145,7 +160,7 @@ def router_blocks(cluster: EmbeddedCluster, uid: str) -> int:
 def test_a_dead_engine_core_is_an_error_event_and_the_agent_starts_another(cluster: EmbeddedCluster) -> None:
     uid, _ = worker_stub(cluster)
     process_id = cluster.workers(MODEL)[uid]["process_id"]
-    [core] = [
+    core, _ = [
         process
         for process in psutil.Process(process_id).children(recursive=True)
         if "EngineCore" in " ".join(process.cmdline())

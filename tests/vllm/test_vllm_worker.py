@@ -43,6 +43,7 @@ async def test_a_worker_says_what_its_engine_is(worker: Worker) -> None:
     assert (described.engine, described.model, described.ranks) == ("vllm", "smollm2", 1)
     assert described.engine_version.startswith("0.32.")
     assert described.block_size_tokens == BLOCK_SIZE_TOKENS
+    assert described.engine_hash_algorithm == "sha256_cbor"
     limits = described.limits
     assert (limits.context_tokens, limits.max_running_requests, limits.kv_blocks) == (512, 8, KV_BLOCKS)
     able = described.capabilities

@@ -109,6 +109,7 @@ impl Engine for AttachedEngine {
             max_top_logprobs: if facts.api == Api::Generate { MOST_TOP_LOGPROBS } else { 0 },
             kv_blocks: facts.ranks.iter().map(|rank| rank.kv_blocks).min().unwrap_or(0),
             block_size_tokens: facts.block_size_tokens,
+            hash_algorithm: facts.hash_algorithm.clone(),
             ranks: u32::try_from(facts.ranks.len()).unwrap_or(u32::MAX),
             // A removal is published after the step that made it.
             claims_hold_for_all: false,

@@ -16,6 +16,7 @@ mod failure;
 mod introduction;
 mod load;
 mod metrics;
+pub mod modes;
 mod request;
 mod settings;
 mod tokenizer;

@@ -74,7 +74,7 @@ fn prepared(request: EngineRequest, facts: &ServerFacts) -> Result<Prepared, Kvi
             return Err(KvistError::field(Code::UnsupportedField, field, why));
         }
     }
-    if request.adapter == facts.model {
+    if request.adapter == facts.model || (!request.adapter.is_empty() && !facts.has_adapters) {
         return Err(KvistError::new(Code::UnknownModel, "the server has no such adapter"));
     }
     let mut words = sampling_words(&sampling);

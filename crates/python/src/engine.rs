@@ -42,6 +42,8 @@ struct Description {
     #[serde(default)]
     ranks: u32,
     #[serde(default)]
+    hash_algorithm: String,
+    #[serde(default)]
     claims_hold_for_all: bool,
     #[serde(default)]
     makes_choices: bool,
@@ -145,6 +147,7 @@ impl Engine for PythonEngine {
         Ok(EngineDescription {
             engine: said.engine,
             version: said.version,
+            hash_algorithm: said.hash_algorithm,
             context_tokens: said.context_tokens,
             max_running_requests: said.max_running_requests,
             max_waiting_requests: said.max_waiting_requests,

@@ -6,6 +6,7 @@ mod doors;
 mod embed_sink;
 mod engine;
 mod engine_host;
+mod engine_modes;
 mod failure;
 mod index_service;
 mod pure;
@@ -48,6 +49,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pure::error_catalogue, module)?)?;
     module.add_function(wrap_pyfunction!(pure::new_incarnation, module)?)?;
     module.add_function(wrap_pyfunction!(pure::usable_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_modes::engine_mode, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_modes::engine_refusal, module)?)?;
     module.add_function(wrap_pyfunction!(telemetry::init_telemetry, module)?)?;
     module.add_function(wrap_pyfunction!(telemetry::shutdown_telemetry, module)?)?;
     module.add_function(wrap_pyfunction!(twin::run_twin, module)?)?;

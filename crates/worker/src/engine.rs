@@ -73,6 +73,8 @@ pub struct EngineDescription {
     pub block_size_tokens: u32,
     /// Data-parallel ranks; 0 means one.
     pub ranks: u32,
+    /// How the engine itself names its blocks; empty when it does not say.
+    pub hash_algorithm: String,
     /// A request can use whatever blocks its rank holds. Not so where a request that runs keeps what is in its slot to
     /// itself: such an engine states by itself, in its receipts, what the ledger claimed for the slot it chose.
     pub claims_hold_for_all: bool,

@@ -248,6 +248,7 @@ fn up(settings: &WorkerSettings, about: EngineDescription, incarnation: u64, hos
         draining: false,
         worker_version: env!("CARGO_PKG_VERSION").to_owned(),
         hash_seed: settings.hash_seed,
+        engine_hash_algorithm: about.hash_algorithm,
     };
     Up {
         description,

@@ -183,7 +183,11 @@ impl SimWorkerEngine {
         Self { settings, shared: Arc::new(shared), embedder }
     }
 
-    fn check(&self, request: &EngineRequest) -> Result<(), KvistError> {
+    /// Refuses what the engine cannot do, by name.
+    ///
+    /// # Errors
+    /// `UNSUPPORTED_FIELD`.
+    pub fn check(request: &EngineRequest) -> Result<(), KvistError> {
         let sampling = request.sampling.as_ref();
         let unsupported = [
             ("sampling.choices", sampling.is_some_and(|sampling| sampling.choices.unwrap_or(1) > 1)),
@@ -191,6 +195,8 @@ impl SimWorkerEngine {
             ("sampling.prompt_logprobs", sampling.is_some_and(|sampling| sampling.prompt_logprobs.is_some())),
             ("structured_output", request.structured_output.as_ref().is_some_and(|output| output.constraint.is_some())),
             ("adapter", !request.adapter.is_empty()),
+            ("kv_transfer", request.kv_transfer.is_some()),
+            ("kv_hints", request.kv_hints.is_some()),
         ];
         if let Some((field, _)) = unsupported.into_iter().find(|(_, is_set)| *is_set) {
             return Err(KvistError::field(Code::UnsupportedField, field, "the simulated engine does not support it"));
@@ -245,7 +251,7 @@ impl Engine for SimWorkerEngine {
     }
 
     fn submit(&self, request: EngineRequest, sink: RequestSink) {
-        if let Err(error) = self.check(&request) {
+        if let Err(error) = Self::check(&request) {
             return sink.failed(&error.before_start());
         }
         let stop = request.stop.unwrap_or_default();

@@ -329,6 +329,12 @@ def reasoning_parsers() -> list[str]:
 def tool_parsers() -> list[str]:
     """Names of the parsers of tool calls that a model's resource may give."""
 
+def engine_mode(mode: str, is_configured: bool) -> tuple[bytes, int]:
+    """What an engine of the core can do, as an encoded `Capabilities`, and how many ranks its example has."""
+
+def engine_refusal(mode: str, is_configured: bool, request: bytes) -> str | None:
+    """Why an engine of the core does not take an encoded `EngineRequest`; none when it does."""
+
 def error_catalogue() -> str:
     """The error catalogue as JSON text."""
 

@@ -52,6 +52,7 @@ class EngineDescription:
         block_size_tokens: Tokens a block.
         ranks: Data-parallel ranks.
         makes_choices: It makes several choices of one request by itself; another engine gets one request for each.
+        hash_algorithm: How the engine itself names its blocks; empty when it does not say.
         capabilities: What it can do.
         chat_template: Jinja template; empty when there is none.
         bos_token: Text of the token that begins a sequence; empty when none.
@@ -70,6 +71,7 @@ class EngineDescription:
     block_size_tokens: int
     ranks: int = 1
     makes_choices: bool = False
+    hash_algorithm: str = ""
     capabilities: EngineCapabilities = field(default_factory=EngineCapabilities)
     chat_template: str = ""
     bos_token: str = ""

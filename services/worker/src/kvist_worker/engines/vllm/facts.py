@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvist_worker.engine import EngineCapabilities
+
 
 @dataclass(frozen=True, slots=True)
 class EventSockets:
@@ -64,3 +66,17 @@ class EngineFacts:
     eos_token: str
     add_bos: bool
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What the engine can do."""
+        return EngineCapabilities(
+            logprobs=True,
+            json_schema=True,
+            grammar=True,
+            regex=True,
+            structural_tag=True,
+            adapters=self.takes_adapters,
+            kv_events=bool(self.event_sockets),
+            kv_transfer=self.transfers_kv,
+        )

@@ -1,0 +1,55 @@
+//! What the engines of the core can do, for the reference of engines.
+
+use kvist_attached::{Api, modes};
+use kvist_errors::KvistError;
+use kvist_proto::engine::v1::{Capabilities, EngineRequest};
+use kvist_worker::{Engine as _, SimWorkerEngine, SimWorkerSettings};
+use prost::Message as _;
+use pyo3::prelude::*;
+
+use crate::failure::{raise, raise_invalid};
+
+enum Mode {
+    Sim,
+    Attached(Api),
+}
+
+impl Mode {
+    fn named(name: &str) -> PyResult<Self> {
+        match name {
+            "sim" => Ok(Self::Sim),
+            "attached generate" => Ok(Self::Attached(Api::Generate)),
+            "attached completions" => Ok(Self::Attached(Api::Completions)),
+            _ => Err(raise_invalid("mode", "must be sim, attached generate or attached completions")),
+        }
+    }
+
+    fn is(&self, is_configured: bool) -> Result<(Capabilities, usize), KvistError> {
+        match self {
+            Self::Sim => {
+                let sim = SimWorkerEngine::new(SimWorkerSettings::default()).description()?;
+                Ok((sim.capabilities, sim.ranks as usize))
+            }
+            Self::Attached(api) => Ok((modes::capabilities(*api, is_configured), modes::ranks(is_configured))),
+        }
+    }
+}
+
+/// What an engine of the core can do, as an encoded `Capabilities`, and how many ranks its example has: without any
+/// configuration, or with all that concerns Kvist.
+#[pyfunction]
+pub(crate) fn engine_mode(mode: &str, is_configured: bool) -> PyResult<(Vec<u8>, usize)> {
+    let (capabilities, ranks) = Mode::named(mode)?.is(is_configured).map_err(|error| raise(&error))?;
+    Ok((capabilities.encode_to_vec(), ranks))
+}
+
+/// Why an engine of the core does not take an encoded `EngineRequest`; none when it does.
+#[pyfunction]
+pub(crate) fn engine_refusal(mode: &str, is_configured: bool, request: &[u8]) -> PyResult<Option<String>> {
+    let request = EngineRequest::decode(request).map_err(|error| raise_invalid("request", error))?;
+    let refusal = match Mode::named(mode)? {
+        Mode::Sim => SimWorkerEngine::check(&request).err(),
+        Mode::Attached(api) => modes::refusal(request, api, is_configured),
+    };
+    Ok(refusal.map(|error| error.message))
+}
