@@ -105,6 +105,8 @@ codes! {
     EngineLost = "ENGINE_LOST", Unavailable, 503, "service_unavailable", "engine_lost", "overloaded_error", true, "The engine was lost while it answered";
     /// The engine reported a failure.
     EngineFailed = "ENGINE_FAILED", Internal, 500, "server_error", "engine_failed", "api_error", false, "The engine failed on this request";
+    /// The KV of a prompt did not come from the prefill engine.
+    KvTransferFailed = "KV_TRANSFER_FAILED", Unavailable, 503, "service_unavailable", "kv_transfer_failed", "overloaded_error", true, "The prompt's KV did not arrive at the decode engine";
     /// Time is up.
     DeadlineExceeded = "DEADLINE_EXCEEDED", DeadlineExceeded, 504, "timeout_error", "deadline_exceeded", "timeout_error", true, "The deadline passed";
     /// No connection in time.

@@ -17,7 +17,8 @@ use kvist_errors::{Code, KvistError, from_status};
 use kvist_proto::{
     engine::v1::{
         AbortReason, AbortStream, ConnectRequest, ConnectResponse, EmbedRequest, Embedding, EngineRequest,
-        GetResultRequest, GetTokenizerRequest, Hello, PutPromptRequest, RouterMessage, StartRequest, StreamEvent,
+        GetResultRequest, GetTokenizerRequest, Hello, PutPromptRequest, ReleaseLease, RouterMessage, StartRequest,
+        StreamEvent,
         TokenLogprobs, TokenizerHeader, WorkerDescription, engine_request, engine_service_client::EngineServiceClient,
         get_tokenizer_response, router_message, stream_event,
     },
@@ -151,6 +152,7 @@ struct SessionState {
     last_stream_id: u32,
     hello: Option<Hello>,
     aborts: Vec<AbortStream>,
+    releases: Vec<ReleaseLease>,
     starts: VecDeque<StartRequest>,
     waker: Option<Waker>,
     is_closed: bool,
@@ -270,6 +272,15 @@ impl WorkerLink {
             session.send(start);
         }
         stream
+    }
+
+    /// Frees what the engine keeps under a lease for another engine, or would keep of a request that still runs. Nothing is
+    /// sent when the worker is not connected: then the lease ends by itself.
+    pub fn release(&self, lease_id: String) {
+        let session = self.shared().session.read().clone();
+        if let Some(session) = session {
+            session.release(lease_id);
+        }
     }
 
     /// Fetches what was too large for a frame, after `Finished.large_result`.
@@ -451,6 +462,14 @@ impl Session {
         wakers.into_iter().for_each(Waker::wake);
     }
 
+    fn release(&self, lease_id: String) {
+        let mut state = self.state.lock();
+        if !state.is_closed {
+            state.releases.push(ReleaseLease { lease_id });
+            state.wake();
+        }
+    }
+
     fn fail(&self, stream_id: u32, error: KvistError) {
         let mut wakers = Vec::new();
         if let Some(entry) = self.state.lock().slots.remove(&stream_id) {
@@ -499,6 +518,7 @@ impl Session {
             state.is_closed = true;
             state.starts.clear();
             state.aborts.clear();
+            state.releases.clear();
             for (_, entry) in state.slots.drain() {
                 let mut error = KvistError::new(Code::EngineLost, "the connection to the engine was lost");
                 error.not_started = !entry.is_sent;
@@ -523,6 +543,12 @@ impl Session {
         let mut bytes = aborts.len() * (16 + EMBEDDING_BYTES);
         messages.extend(
             aborts.into_iter().map(|abort| RouterMessage { message: Some(router_message::Message::Abort(abort)) }),
+        );
+        // After the aborts: a request that is given up must not get the lease again.
+        let releases = std::mem::take(&mut state.releases);
+        bytes += releases.iter().map(|release| release.encoded_len() + 2 * EMBEDDING_BYTES).sum::<usize>();
+        messages.extend(
+            releases.into_iter().map(|one| RouterMessage { message: Some(router_message::Message::Release(one)) }),
         );
         while let Some(start) = state.starts.front() {
             bytes += start.encoded_len() + 3 * EMBEDDING_BYTES;

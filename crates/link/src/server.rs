@@ -45,6 +45,9 @@ pub trait RequestAcceptor: Send + Sync + 'static {
 
     /// Ends a request; its terminal event still goes to its output. An unknown id is ignored.
     fn abort(&self, request_id: &str, reason: AbortReason);
+
+    /// Frees what is kept under a lease; an unknown one is ignored.
+    fn release(&self, _lease_id: &str) {}
 }
 
 /// How the worker's end behaves.
@@ -320,6 +323,7 @@ impl LinkServer {
                     connection.acceptor.abort(&request_id, reason);
                 }
             }
+            Some(router_message::Message::Release(release)) => connection.acceptor.release(&release.lease_id),
             Some(router_message::Message::Hello(_)) => return Err(protocol_error("`hello` comes first and once")),
             None => {}
         }

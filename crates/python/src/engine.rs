@@ -10,7 +10,7 @@ use std::{
 
 use bytes::Bytes;
 use kvist_errors::{Code, KvistError};
-use kvist_proto::engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest};
+use kvist_proto::engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest, KvLayout};
 use kvist_worker::{EmbedSink, Engine, EngineDescription, EngineHost, RequestSink, TokenizerFile, takes_no_adapters};
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -59,6 +59,17 @@ struct Description {
     add_bos: bool,
     #[serde(default)]
     eos_token_ids: Vec<u32>,
+    #[serde(default)]
+    kv_layout: Option<Layout>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Layout {
+    connector: String,
+    tensor_parallel_size: u32,
+    prefill_context_parallel_size: u32,
+    decode_context_parallel_size: u32,
 }
 
 #[derive(Default, Deserialize)]
@@ -170,6 +181,12 @@ impl Engine for PythonEngine {
                 structural_tag: can.structural_tag,
             },
             tokenizer,
+            kv_layout: said.kv_layout.map(|layout| KvLayout {
+                connector: layout.connector,
+                tensor_parallel_size: layout.tensor_parallel_size,
+                prefill_context_parallel_size: layout.prefill_context_parallel_size,
+                decode_context_parallel_size: layout.decode_context_parallel_size,
+            }),
         })
     }
 

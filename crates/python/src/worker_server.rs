@@ -41,7 +41,7 @@ impl WorkerServer {
             None if settings.engine == "attached" => {
                 Arc::new(AttachedEngine::new(&settings.engine_arguments).map_err(|error| raise(&error))?)
             }
-            None => Arc::new(SimWorkerEngine::new(settings.sim.clone())),
+            None => Arc::new(SimWorkerEngine::of(&settings)),
         };
         Ok(Self { handle: runtime.handle()?, state: Mutex::new(State::New(Box::new(settings), engine)) })
     }

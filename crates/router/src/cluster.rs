@@ -65,6 +65,11 @@ impl ModelView {
         contexts.filter_map(|description| description.limits.map(|limits| limits.context_tokens)).max().unwrap_or(0)
     }
 
+    /// Whether a request could be answered: a prefill target alone cannot.
+    pub(crate) fn can_answer(&self) -> bool {
+        self.workers.iter().any(|node| node.answers() && node.excluded().is_none())
+    }
+
     /// Targets that take requests.
     pub(crate) fn ready_targets(&self) -> u32 {
         self.workers.iter().filter(|node| node.excluded().is_none()).map(|node| node.ranks()).sum()

@@ -9,7 +9,7 @@ use std::{
 use kvist_blocks::{Incarnation, Tier};
 use kvist_index::SourceState;
 use kvist_proto::events::v1::{self as wire, DecisionRecord, Receipt, TierMatch};
-use kvist_schedule::{CostTerms, Outcome, TargetId};
+use kvist_schedule::{CostTerms, Outcome, Round, TargetId};
 use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
@@ -76,6 +76,10 @@ pub(crate) struct SeenDecision {
     pub(crate) chosen: Option<usize>,
     pub(crate) chosen_incarnation: Option<Incarnation>,
     pub(crate) attempt: u32,
+    /// What the target is wanted for.
+    pub(crate) round: Round,
+    /// Why the request was not divided although the model has prefill targets; empty otherwise.
+    pub(crate) local_prefill_reason: &'static str,
     pub(crate) duration: Duration,
     pub(crate) ending: OnceLock<Ending>,
 }
@@ -120,6 +124,14 @@ impl SeenDecision {
                 .and_then(to_wire_duration),
             predicted_cached_tokens: self.predicted_cached_tokens(),
             queue_duration: self.queued_for.and_then(to_wire_duration),
+            round: match self.round {
+                Round::Aggregate => "",
+                Round::Encoder => "encoder",
+                Round::Prefill => "prefill",
+                Round::Decode => "decode",
+            }
+            .to_owned(),
+            local_prefill_reason: self.local_prefill_reason.to_owned(),
         }
     }
 }
@@ -250,6 +262,8 @@ mod tests {
             chosen: None,
             chosen_incarnation: None,
             attempt,
+            round: Round::Aggregate,
+            local_prefill_reason: "",
             duration: Duration::ZERO,
             ending: OnceLock::new(),
         })

@@ -9,7 +9,7 @@ use std::{
 use futures::{Stream, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_link::{RequestEvent, RequestStream};
-use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, TokenIds, engine_request::Prompt};
+use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, Finished, TokenIds, engine_request::Prompt};
 use kvist_schedule::{MOST_REFUSALS, Report, TargetId};
 use kvist_telemetry::names;
 use tokio::time::Sleep;
@@ -22,9 +22,11 @@ use crate::{
     cluster::ModelView,
     core::RouterCore,
     door::{Entry, Place, Waiting},
-    explain::Ending,
+    explain::{Ending, SeenDecision},
     generate::GenerateEvent,
+    hand_over::{HandOver, expected_first_token, hand_on, lease_id},
     health::{report_of, report_of_silence},
+    parts::{Choice, Intent},
     record::{RequestRecord, record_failure},
     select::{Demand, Placement},
     stages::StageTimer,
@@ -51,6 +53,8 @@ pub(crate) struct Life {
     /// None once it has been let in.
     waiting: Option<Waiting>,
     placed: Option<Placed>,
+    /// After `placed`, so that a request has been ended before what is kept for it is freed. None when it is not divided.
+    hand_over: Option<HandOver>,
     /// After `placed`, so that a target has room before the place is given on.
     place: Option<Place>,
     tried: Vec<TargetId>,
@@ -105,6 +109,7 @@ impl Life {
             answer,
             waiting: None,
             placed: None,
+            hand_over: None,
             place: None,
             tried: Vec::new(),
             refusals: 0,
@@ -151,8 +156,17 @@ impl Life {
             { names::ATTEMPT } = attempt, { names::CANDIDATES } = Empty, { names::MATCHED_BLOCKS } = Empty,
             { names::WORKER_UID } = Empty, { names::RANK } = Empty, { names::ERROR_TYPE } = Empty,
         );
-        let (decision, result) = select_span
-            .in_scope(|| self.core.selector.select(&view, &self.model, &self.demand, &self.tried, attempt, true));
+        let choice = select_span.in_scope(|| {
+            self.core.selector.select(&view, &self.model, &self.demand, &self.tried, attempt, Intent::Send)
+        });
+        for decision in choice.decisions() {
+            self.core.metrics.decisions.decided(decision);
+            self.core.explanations.add(decision);
+        }
+        let Choice { decision, placement: result, behind } = choice;
+        if !decision.local_prefill_reason.is_empty() {
+            self.core.metrics.count_hand_over(decision.local_prefill_reason);
+        }
         if !select_span.is_disabled() {
             select_span.record(names::CANDIDATES, decision.candidates.len());
             match (&result, decision.chosen_candidate()) {
@@ -171,8 +185,6 @@ impl Life {
             place.placed();
         }
         self.core.metrics.decision_seconds.observe(decision.duration.as_secs_f64());
-        self.core.metrics.decisions.decided(&decision);
-        self.core.explanations.add(&decision);
         // A retry that finds nobody leaves the first attempt's story as it was.
         if result.is_ok() || attempt == 1 {
             self.record.decided(&decision);
@@ -180,9 +192,30 @@ impl Life {
         let placement = result.inspect_err(|error| {
             let _ = decision.ending.set(Ending { outcome: error.code.name(), ..Ending::default() });
         })?;
+        let lease_id = lease_id(&self.template.request_id, attempt);
+        self.hand_over = behind.and_then(|behind| HandOver::begin(&placement, behind, lease_id, &self.core.metrics));
+        self.record.expected_cached_tokens = placement.expected_cached_tokens;
+        let most_waiting_tokens = placement.most_waiting_tokens.filter(|_| self.refusals < MOST_REFUSALS);
+        self.tried.push(placement.node.target_id(placement.rank));
+        self.stages.placed();
+        self.send(placement, &decision, |request, hand_over| {
+            request.most_waiting_tokens = most_waiting_tokens;
+            if let Some(hand_over) = hand_over {
+                hand_over.ask_to_keep(request);
+            }
+        })
+    }
+
+    /// Sends the request to a target.
+    fn send(
+        &mut self,
+        placement: Placement,
+        decision: &SeenDecision,
+        adjust: impl FnOnce(&mut EngineRequest, Option<&HandOver>),
+    ) -> Result<(), KvistError> {
+        let attempt = self.record.attempts;
         let worker = placement.node.uid.as_str();
         let target = placement.node.target_id(placement.rank);
-        self.tried.push(target.clone());
         let span = tracing::info_span!(
             parent: &self.record.span, names::SPAN_LINK, otel.kind = "client", otel.status_description = Empty,
             { names::WORKER_UID } = worker, { names::RANK } = placement.rank, { names::ATTEMPT } = attempt,
@@ -193,18 +226,15 @@ impl Life {
         request.rank = placement.rank;
         request.pool_revision.clone_from(&placement.node.target.pool_revision);
         request.expected_cached_tokens = placement.expected_cached_tokens;
-        request.most_waiting_tokens = placement.most_waiting_tokens.filter(|_| self.refusals < MOST_REFUSALS);
         let time_left = self.deadline.deadline().saturating_duration_since(tokio::time::Instant::now());
         request.time_left = time_left.try_into().ok();
         let inbound = (!self.template.traceparent.is_empty()).then_some(self.template.traceparent.as_str());
         request.traceparent = kvist_telemetry::propagate(&span, inbound).unwrap_or_default();
-        self.record.expected_cached_tokens = placement.expected_cached_tokens;
+        adjust(&mut request, self.hand_over.as_ref());
         let Some(connection) = &placement.node.connection else {
             return Err(KvistError::new(Code::Internal, "a target without a connection was chosen"));
         };
         let stream = connection.link.start(request);
-        let expected_first_token = decision.predicted_first_token_seconds();
-        self.stages.placed();
         self.placed = Some(Placed {
             stream,
             placement,
@@ -212,7 +242,7 @@ impl Life {
             has_asked_for_end: false,
             target,
             since: Instant::now(),
-            expected_first_token: expected_first_token.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
+            expected_first_token: expected_first_token(decision),
         });
         Ok(())
     }
@@ -306,8 +336,51 @@ impl Life {
         self.place()
     }
 
+    /// The prefill worker has done its part: the decode worker goes on.
+    fn hand_on(&mut self, mut finished: Finished) -> Result<(), KvistError> {
+        if !matches!(finished.reason(), FinishReason::Length | FinishReason::Stop) {
+            let is_late = self.deadline.deadline() <= tokio::time::Instant::now() + DEADLINE_SLACK;
+            let ended = || KvistError::new(Code::Cancelled, "the request was ended at the engine");
+            return Err(if is_late { late() } else { ended() });
+        }
+        self.report(Report::Success);
+        let next = self.hand_over.as_mut().and_then(|hand_over| hand_over.prefilled(&mut finished));
+        let Some((decision, mut placement, kept)) = next else {
+            return Err(KvistError::new(Code::Internal, "a prompt was computed for nobody"));
+        };
+        self.record.handed_over(finished.receipt, &decision);
+        if let Some(placed) = self.placed.take() {
+            placed.span.record(names::OUTCOME, "handed_over");
+        }
+        self.core.selector.sent(&self.core.view(), &self.demand, &mut placement);
+        hand_on(&mut self.tried, placement.node.target_id(placement.rank));
+        let prompt_tokens = u32::try_from(self.demand.tokens.len()).unwrap_or(u32::MAX);
+        self.send(placement, &decision, |request, _| {
+            // What is on its way need not be computed.
+            request.expected_cached_tokens = kept.as_ref().map(|_| prompt_tokens).or(request.expected_cached_tokens);
+            request.kv_transfer = kept;
+        })
+    }
+
     fn take(&mut self, event: RequestEvent, events: &mut Vec<GenerateEvent>) {
+        let is_prefill = self.hand_over.as_ref().is_some_and(HandOver::is_prefill);
         match event {
+            RequestEvent::Delta(delta) if is_prefill => {
+                // The token that no prompt is computed without; the decode worker draws it again.
+                if let Some(placed) = &self.placed
+                    && !delta.token_ids.is_empty()
+                {
+                    if let Some(reservation) = &placed.placement.reservation {
+                        reservation.prefilled();
+                    }
+                    self.model.state.health.has_begun_to_answer(&placed.target);
+                }
+            }
+            RequestEvent::Finished(finished) if is_prefill => {
+                if let Err(error) = self.hand_on(finished) {
+                    self.fail(error, events);
+                }
+            }
             RequestEvent::Delta(delta) => {
                 if !delta.token_ids.is_empty() {
                     self.stages.saw_tokens();
@@ -315,6 +388,9 @@ impl Life {
                 if !self.has_tokens && !delta.token_ids.is_empty() {
                     self.has_tokens = true;
                     self.record.first_token();
+                    if let Some(hand_over) = &mut self.hand_over {
+                        hand_over.answered();
+                    }
                     if let Some(placed) = &self.placed {
                         if let Some(reservation) = &placed.placement.reservation {
                             reservation.prefilled();
@@ -342,6 +418,12 @@ impl Life {
                 {
                     // The worker keeps the same deadline and was a moment faster.
                     *error = late();
+                }
+                if let (Some(GenerateEvent::Finished(end)), Some(hand_over)) = (events.last_mut(), &mut self.hand_over)
+                {
+                    hand_over.answered();
+                    // What the one engine sent to the other is not what a client means by cached.
+                    end.usage.cached_tokens = hand_over.cached_tokens().unwrap_or(end.usage.cached_tokens);
                 }
                 let report = match events.last() {
                     Some(GenerateEvent::Failed(error)) => report_of(error),
@@ -455,13 +537,23 @@ impl Life {
 
     /// Ends the request at its worker if it still runs there, and the reservation at once.
     fn end_placement(&mut self, error: Option<&KvistError>) {
-        let Some(placed) = self.placed.take() else { return };
+        let placed = self.placed.take();
+        if let (Some(hand_over), Some(_)) = (&mut self.hand_over, error) {
+            hand_over.failed();
+        }
+        let Some(placed) = placed else {
+            self.hand_over = None;
+            return;
+        };
         match error {
             Some(error) => record_failure(&placed.span, error.code),
             None => {
                 placed.span.record(names::OUTCOME, self.record.outcome());
             }
         }
+        // The request has ended there before what is kept for it is freed.
+        drop(placed);
+        self.hand_over = None;
     }
 }
 

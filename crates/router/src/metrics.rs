@@ -99,6 +99,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) retries: Counter,
     pub(crate) parse_failures: Family<ModelLabel, Counter>,
     pub(crate) refusals: Counter,
+    hand_overs: Family<OutcomeLabel, Counter>,
+    pub(crate) hand_over_seconds: Histogram,
     pub(crate) decision_seconds: Histogram,
     pub(crate) tokenize_seconds: Histogram,
     pub(crate) first_token_seconds: ModelHistogram,
@@ -134,6 +136,11 @@ pub(crate) struct RouterMetrics {
 }
 
 impl RouterMetrics {
+    /// A divided request is at its end, or one was not divided for a reason.
+    pub(crate) fn count_hand_over(&self, outcome: &'static str) {
+        self.hand_overs.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
     /// Counts what parsers of a model's answers could not read.
     pub(crate) fn parse_failures_of(&self, model: &str) -> Counter {
         self.parse_failures.get_or_create(&ModelLabel { model: model.to_owned() }).clone()
@@ -158,6 +165,16 @@ impl RouterMetrics {
                 names::ROUTER_PARSE_FAILURES,
                 "What looked like a tool call and was passed on as text.",
                 Family::default(),
+            ),
+            hand_overs: metrics.register(
+                names::ROUTER_HAND_OVERS,
+                "Requests of models with prefill workers, by how they were divided.",
+                Family::default(),
+            ),
+            hand_over_seconds: metrics.register(
+                names::ROUTER_HAND_OVER_SECONDS,
+                "From the end of a prefill to the first token of the decode worker.",
+                Histogram::new(latency_buckets_seconds()),
             ),
             refusals: metrics.register(
                 names::ROUTER_REFUSALS,

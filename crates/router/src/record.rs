@@ -39,6 +39,8 @@ pub(crate) struct RequestRecord {
     arrived: Instant,
     first_token: Option<Instant>,
     decided: Option<Instant>,
+    /// The prompt was computed by another worker than the one that answers.
+    is_handed_over: bool,
     outcome: &'static str,
     error_code: Option<Code>,
 }
@@ -77,6 +79,7 @@ impl RequestRecord {
             arrived: Instant::now(),
             first_token: None,
             decided: None,
+            is_handed_over: false,
             outcome: CANCELLED,
             error_code: None,
         }
@@ -109,8 +112,35 @@ impl RequestRecord {
     pub(crate) fn decided(&mut self, decision: &Arc<SeenDecision>) {
         self.end_attempt(self.outcome);
         self.attempts += 1;
+        self.is_handed_over = false;
         self.decided = Some(Instant::now());
         self.decision = Some(Arc::clone(decision));
+    }
+
+    /// The prompt has been computed elsewhere, and what the engine found there is told; another worker answers.
+    pub(crate) fn handed_over(&mut self, receipt: Option<Receipt>, answering: &Arc<SeenDecision>) {
+        if let Some(prefill) = self.decision.take() {
+            let _ = prefill.ending.set(Ending { receipt, outcome: "handed_over", time_to_first_token: None });
+            if let Some(receipt) = &receipt {
+                self.note_delivered(&prefill, receipt);
+            }
+        }
+        self.is_handed_over = true;
+        self.expected_cached_tokens = None;
+        self.decided = Some(Instant::now());
+        self.decision = Some(Arc::clone(answering));
+    }
+
+    /// Holds what an engine found in its cache against what was expected.
+    fn note_delivered(&self, decision: &SeenDecision, receipt: &Receipt) {
+        let metrics = &self.core.metrics;
+        if let Some(expected) = self.expected_cached_tokens {
+            metrics.predicted_cached_tokens.inc_by(u64::from(expected));
+            metrics.delivered_cached_tokens.inc_by(u64::from(receipt.cached_tokens));
+            let now = self.core.started.elapsed();
+            self.core.awareness.note_receipt(now, &self.model, expected, receipt.cached_tokens);
+        }
+        metrics.decisions.delivered(decision, receipt.cached_tokens);
     }
 
     /// The first token has arrived.
@@ -209,16 +239,9 @@ impl Drop for RequestRecord {
             .inc();
         metrics.prompt_tokens.inc_by(u64::from(self.usage.prompt_tokens));
         metrics.completion_tokens.inc_by(u64::from(self.usage.completion_tokens));
-        if let Some(receipt) = &self.receipt
-            && let Some(expected) = self.expected_cached_tokens
-        {
-            metrics.predicted_cached_tokens.inc_by(u64::from(expected));
-            metrics.delivered_cached_tokens.inc_by(u64::from(receipt.cached_tokens));
-            let now = self.core.started.elapsed();
-            self.core.awareness.note_receipt(now, &self.model, expected, receipt.cached_tokens);
-        }
-        if let (Some(receipt), Some(decision)) = (&self.receipt, &self.decision) {
-            metrics.decisions.delivered(decision, receipt.cached_tokens);
+        // What a decode engine was sent was in no cache.
+        if let (Some(receipt), Some(decision), false) = (&self.receipt, &self.decision, self.is_handed_over) {
+            self.note_delivered(decision, receipt);
         }
         let chosen = self.decision.as_ref().and_then(|decision| decision.chosen_candidate());
         let matched = chosen.filter(|seen| seen.claim.is_some()).map(|seen| u64::from(seen.matched_blocks()));

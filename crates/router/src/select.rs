@@ -11,8 +11,8 @@ use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
 use kvist_proto::engine::v1::WorkerDescription;
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
-    Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, TargetId,
-    TargetPromise, cached_prompt, expected_output_tokens, most_waiting_tokens, recent_is_valid_for,
+    Book, Candidate, Decision, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, Round,
+    TargetId, TargetPromise, cached_prompt, expected_output_tokens, most_waiting_tokens, recent_is_valid_for,
 };
 use kvist_text::ModelText;
 use parking_lot::Mutex;
@@ -21,6 +21,7 @@ use crate::{
     cluster::{ClusterView, ModelView},
     explain::{Claim, SeenCandidate, SeenDecision},
     needs::Needs,
+    parts::{About, Behind, Choice, Field, Intent, Parts, group_of},
     target::WorkerNode,
 };
 
@@ -99,7 +100,7 @@ pub(crate) struct Selector {
 
 /// What is known of a prompt in one block size and namespace.
 #[derive(Default)]
-struct Matches {
+pub(crate) struct Matches {
     hashes: Vec<BlockHash>,
     /// None for a prompt without a block that a cache can serve.
     overlaps: Option<Overlaps>,
@@ -139,7 +140,7 @@ impl Selector {
     pub(crate) fn room(&self, workers: &[Arc<WorkerNode>], threshold: f64) -> Option<u64> {
         let now = self.started.elapsed();
         let mut room: Option<u64> = None;
-        let usable = workers.iter().filter(|node| node.excluded().is_none());
+        let usable = workers.iter().filter(|node| node.excluded().is_none() && node.answers());
         for node in usable {
             let most_running = node.description().and_then(|description| most_running(&description));
             for rank in 0..node.ranks() {
@@ -159,7 +160,8 @@ impl Selector {
     }
 
     /// Chooses a target; with `reserve` it also promises it the work, under one lock. The decision is returned in any
-    /// case, so that a refusal can be explained too.
+    /// case, so that a refusal can be explained too. A request that may be divided and is worth it gets a prefill target,
+    /// and a decode target behind it.
     pub(crate) fn select(
         &self,
         view: &ClusterView,
@@ -167,8 +169,9 @@ impl Selector {
         demand: &Demand,
         tried: &[TargetId],
         attempt: u32,
-        reserve: bool,
-    ) -> (Arc<SeenDecision>, Result<Placement, KvistError>) {
+        intent: Intent,
+    ) -> Choice {
+        let reserve = intent != Intent::Explain;
         let started = Instant::now();
         let prompt_tokens = demand.tokens.len();
         // What generates needs room for a token.
@@ -240,6 +243,7 @@ impl Selector {
                 candidates.push(Candidate {
                     unavailable: unavailable.or(tried),
                     unsuitable,
+                    group: group_of(node, description.as_deref()),
                     cached: cached_prompt(overlap, recent, usable, block_size),
                     block_size_tokens: block_size as u64,
                     most_running,
@@ -257,25 +261,84 @@ impl Selector {
         };
         let pipeline = model.state.pipeline();
         let now = self.started.elapsed();
-        let (decision, reservation) = {
-            let (health_now, mut breakers) = model.state.health.during_choice();
-            if !breakers.is_all_well() {
-                for candidate in &mut candidates {
-                    candidate.is_broken = breakers.is_broken(health_now, &candidate.target);
-                }
-            }
-            // Decided and promised under one lock: two requests at once do not both see an idle target, nor probe one.
-            let mut book = self.book.lock();
-            book.describe(now, &mut candidates, &reports);
-            let decided = book.decide(now, &pipeline, &request, &candidates, &mut Draws::new(rand::random()), reserve);
-            if reserve && let Some(chosen) = decided.0.chosen.and_then(|chosen| candidates.get(chosen)) {
-                breakers.sent(health_now, &chosen.target);
-            }
-            decided
+        let field = Field { candidates, seen, nodes, reports };
+        let about = About {
+            model,
+            demand,
+            attempt,
+            started,
+            now,
+            request,
+            policy: pipeline.summary().into(),
+            lookups: &lookups,
+            missing_field,
+            reserve,
         };
-        let reservation = reservation.map(|id| Reservation { book: Arc::clone(&self.book), id });
+        let (health_now, mut breakers) = model.state.health.during_choice();
+        let mut field = field;
+        if !breakers.is_all_well() {
+            for candidate in &mut field.candidates {
+                candidate.is_broken = breakers.is_broken(health_now, &candidate.target);
+            }
+        }
+        let parts = Parts::of(field, model, &about.request, intent != Intent::Whole);
+        // Decided and promised under one lock: two requests at once do not both see an idle target, nor probe one.
+        let mut book = self.book.lock();
+        let mut sent = |target: &TargetId| {
+            if reserve {
+                breakers.sent(health_now, target);
+            }
+        };
+        let mut draws = Draws::new(rand::random());
+        let (mut whole, local_prefill_reason) = match parts {
+            Parts::Whole { field, local_prefill_reason } => (field, local_prefill_reason),
+            Parts::Pair { mut prefill, mut decode } => {
+                book.describe(now, &mut prefill.candidates, &prefill.reports);
+                book.describe(now, &mut decode.candidates, &decode.reports);
+                let (first, second) = (&prefill.candidates, &decode.candidates);
+                let (pair, ids) = book.decide_pair(now, &pipeline, &about.request, first, second, &mut draws, reserve);
+                if let (Outcome::Selected, Some(behind)) = (pair.outcome, pair.decode) {
+                    prefill.chosen(&pair.prefill).iter().for_each(&mut sent);
+                    decode.chosen(&behind).iter().for_each(&mut sent);
+                    drop((book, breakers));
+                    let held = |id| Reservation { book: Arc::clone(&self.book), id };
+                    let (first, second) = ids.map_or((None, None), |(one, two)| (Some(held(one)), Some(held(two))));
+                    let of = |round| about.of_round(round);
+                    let (decision, placement) = self.conclude(&of(Round::Prefill), prefill, pair.prefill, first, "");
+                    let (behind, behind_placement) = self.conclude(&of(Round::Decode), decode, behind, second, "");
+                    let behind = Some(Behind { decision: behind, placement: behind_placement });
+                    return Choice { decision, placement, behind };
+                }
+                (decode.with(prefill), "no_pair")
+            }
+        };
+        book.describe(now, &mut whole.candidates, &whole.reports);
+        let (mut decision, id) = book.decide(now, &pipeline, &about.request, &whole.candidates, &mut draws, reserve);
+        let lacks_decode = |one: &Candidate| one.unavailable == Some("no_matching_decode");
+        if decision.outcome == Outcome::NoMatchingTarget && whole.candidates.iter().any(lacks_decode) {
+            decision.outcome = Outcome::NoMatchingDecode;
+        }
+        whole.chosen(&decision).iter().for_each(&mut sent);
+        drop((book, breakers));
+        let reservation = id.map(|id| Reservation { book: Arc::clone(&self.book), id });
+        let (decision, placement) = self.conclude(&about, whole, decision, reservation, local_prefill_reason);
+        Choice { decision, placement, behind: None }
+    }
+
+    /// What is to be seen of a decision, and where the request goes.
+    fn conclude(
+        &self,
+        about: &About<'_>,
+        field: Field<'_>,
+        decision: Decision,
+        reservation: Option<Reservation>,
+        local_prefill_reason: &'static str,
+    ) -> (Arc<SeenDecision>, Result<Placement, KvistError>) {
+        let About { demand, request, lookups, now, reserve, .. } = about;
+        let Field { candidates, mut seen, nodes, .. } = field;
+        let prompt_tokens = demand.tokens.len();
         for ((seen, candidate), verdict) in seen.iter_mut().zip(&candidates).zip(&decision.verdicts) {
-            seen.uncached_tokens = candidate.uncached_tokens(&request);
+            seen.uncached_tokens = candidate.uncached_tokens(request);
             seen.promised_tokens = candidate.outstanding_tokens.unwrap_or(candidate.promise.prefill_tokens);
             seen.cost = verdict.score.map(|score| -score.preference);
             seen.terms = verdict.terms;
@@ -287,13 +350,13 @@ impl Selector {
         let block_size = chosen_node.or(nodes.first()).map_or(0, |(node, _)| node.block_size());
         let record = Arc::new(SeenDecision {
             request_id: Arc::clone(&demand.request_id),
-            model: Arc::clone(&model.name),
+            model: Arc::clone(&about.model.name),
             decided_at: SystemTime::now(),
             prompt_tokens: to_u32(prompt_tokens),
             prompt_blocks: to_u32(usable_blocks(prompt_tokens, block_size)),
             block_size_tokens: to_u32(block_size),
             candidates: seen,
-            policy: pipeline.summary().into(),
+            policy: Arc::clone(&about.policy),
             outcome: decision.outcome,
             available: to_u32(available().count()),
             selectable: to_u32(decision.selectable),
@@ -301,14 +364,17 @@ impl Selector {
             queued_for: demand.queued_for,
             chosen: decision.chosen,
             chosen_incarnation: chosen_node.map(|(node, _)| node.incarnation),
-            attempt,
-            duration: started.elapsed(),
+            attempt: about.attempt,
+            round: request.round,
+            local_prefill_reason,
+            duration: about.started.elapsed(),
             ending: OnceLock::new(),
         });
         let result = match chosen_node {
             Some((node, rank)) => {
-                if reserve {
-                    self.note(now, node, *rank, &lookups);
+                // The decode target gets the prompt once it is computed.
+                if *reserve && request.round != Round::Decode {
+                    self.note(*now, node, *rank, lookups);
                 }
                 // What the index claims; what recent decisions make likely is no claim.
                 let claim = record.chosen_candidate().and_then(|seen| seen.claim.as_ref());
@@ -322,13 +388,13 @@ impl Selector {
                     reservation,
                     expected_cached_tokens: cached,
                     most_waiting_tokens: most_waiting_tokens(&decision, &candidates),
-                    noted_at: now,
+                    noted_at: *now,
                 })
             }
             None if decision.outcome == Outcome::Saturated => {
                 Err(KvistError::new(Code::Overloaded, "all workers of this model are saturated").before_start())
             }
-            None => Err(why_none(&record, missing_field)),
+            None => Err(why_none(&record, about.missing_field)),
         };
         (record, result)
     }
@@ -340,6 +406,18 @@ impl Selector {
         let source = SourceKey { worker: node.uid.clone(), rank: Rank(placement.rank) };
         let holder = Holder { source, incarnation: node.incarnation };
         self.recent.lock().take_back(placement.noted_at, &holder, &hashes);
+    }
+
+    /// The prompt goes to the target now, and not when it was chosen.
+    pub(crate) fn sent(&self, view: &ClusterView, demand: &Demand, placement: &mut Placement) {
+        placement.noted_at = self.started.elapsed();
+        let node = &placement.node;
+        let hashes = hashes(view, demand, &node.entry.namespace, node.block_size());
+        if !hashes.is_empty() {
+            let source = SourceKey { worker: node.uid.clone(), rank: Rank(placement.rank) };
+            let holder = Holder { source, incarnation: node.incarnation };
+            self.recent.lock().note(placement.noted_at, holder, &hashes);
+        }
     }
 
     fn look_up(&self, view: &ClusterView, demand: &Demand, namespace: &str, block_size: usize) -> Matches {
@@ -419,6 +497,10 @@ fn why_none(decision: &SeenDecision, missing: Option<(&'static str, &'static str
     };
     let any = |reason| decision.candidates.iter().any(|seen| seen.excluded == Some(reason));
     let gone = ["draining", "connection_lost", "description_differs", "tokenizer_loading", "role", "already_tried"];
+    if decision.candidates.iter().any(|seen| seen.excluded == Some("no_matching_decode")) {
+        let message = "a prefill worker takes requests, and no decode worker that could take over from it";
+        return KvistError::new(Code::NoReadyTarget, message).before_start();
+    }
     let hard = |reason: &'static str| any(reason) && all(&[&gone[..], &[reason]].concat());
     if let Some((field, why)) = missing
         && hard("lacks_capability")

@@ -23,6 +23,7 @@ use crate::{
     generate::{EmbedInput, Generate as _, GenerateEvent, RequestContext},
     keys::{ApiKeys, Caller},
     leases::{DEFAULT_LEASE, LONGEST_LEASE, Lease},
+    parts::{Choice, Intent},
     record::record_failure,
     start::{Router, join_salts},
     target::WorkerNode,
@@ -246,7 +247,8 @@ impl RouterService for Service {
         // Targets may have come and gone meanwhile.
         let view = self.core.view();
         let model = self.core.model(&view, &request.model)?;
-        let (decision, result) = self.core.selector.select(&view, &model, &demand, &[], 1, true);
+        let Choice { decision, placement: result, .. } =
+            self.core.selector.select(&view, &model, &demand, &[], 1, Intent::Whole);
         place.placed();
         self.core.metrics.decisions.decided(&decision);
         self.core.explanations.add(&decision);
@@ -289,7 +291,8 @@ impl RouterService for Service {
                 let salt = join_salts(&caller.cache_salt, &run.cache_salt);
                 let demand = self.core.demand(&model, prompt, run.adapter, salt, None, "").await?;
                 // A refusal is an answer too: the reasons are in its candidates.
-                vec![self.core.selector.select(&view, &model, &demand, &[], 1, false).0.to_record()]
+                let choice = self.core.selector.select(&view, &model, &demand, &[], 1, Intent::Explain);
+                choice.decisions().map(|decision| decision.to_record()).collect()
             }
         };
         Ok(Response::new(wire::ExplainResponse { decisions }))

@@ -33,7 +33,7 @@ impl RouterCore {
         while Instant::now() < until && !self.is_draining() {
             let view = self.view();
             let may_come = match view.models.get(model) {
-                Some(model) => model.ready_targets() == 0,
+                Some(model) => !model.can_answer(),
                 None => !self.has_state.load(Ordering::Acquire),
             };
             if !may_come {

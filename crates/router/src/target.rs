@@ -11,7 +11,7 @@ use kvist_proto::{
     engine::v1::{Role, WorkerDescription},
     router::v1::{Target, Transport},
 };
-use kvist_schedule::TargetId;
+use kvist_schedule::{Round, TargetId};
 use kvist_text::ModelText;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -168,11 +168,26 @@ impl WorkerNode {
             Some("description_differs")
         } else if !connection.prepared.load(std::sync::atomic::Ordering::Acquire) {
             Some("tokenizer_loading")
-        } else if !matches!(self.target.role(), Role::Unspecified | Role::Aggregate) {
+        } else if self.target.role() == Role::Encoder {
             Some("role")
         } else {
             None
         }
+    }
+
+    /// What its role makes it for.
+    pub(crate) fn round(&self) -> Round {
+        match self.target.role() {
+            Role::Unspecified | Role::Aggregate => Round::Aggregate,
+            Role::Encoder => Round::Encoder,
+            Role::Prefill => Round::Prefill,
+            Role::Decode => Round::Decode,
+        }
+    }
+
+    /// Whether it generates answers, so that a request that runs takes a place there.
+    pub(crate) fn answers(&self) -> bool {
+        matches!(self.round(), Round::Aggregate | Round::Decode)
     }
 
     pub(crate) fn is_linkable(target: &Target) -> bool {

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use crate::{
-    Candidate, Decision, Draws, Load, Memory, OutstandingReport, Pipeline, RateBook, Rates, Request, ReservationId,
-    Reservations, Saturation, TargetId, Work,
+    Candidate, Decision, Draws, Load, Memory, OutstandingReport, PairDecision, Pipeline, RateBook, Rates, Request,
+    ReservationId, Reservations, Round, Saturation, TargetId, Work, decide_pair,
 };
 
 /// The time in which a request reaches its engine and the engine's report of it comes back, generously: work that was
@@ -115,6 +115,35 @@ impl Book {
             self.reservations.reserve(now, chosen.target.clone(), work)
         });
         (decision, reservation)
+    }
+
+    /// Chooses a prefill target and a decode target behind it, and with `reserve` promises each its part of the work: both
+    /// or neither.
+    #[expect(clippy::too_many_arguments, reason = "the same as of one target, and a second list")]
+    pub fn decide_pair(
+        &mut self,
+        now: Duration,
+        pipeline: &Pipeline,
+        request: &Request,
+        prefill: &[Candidate],
+        decode: &[Candidate],
+        draws: &mut Draws,
+        reserve: bool,
+    ) -> (PairDecision, Option<(ReservationId, ReservationId)>) {
+        let pair = decide_pair(pipeline, request, prefill, decode, &self.memory, draws);
+        let decoder = pair.decode.as_ref().and_then(|decision| Some((decision, decode.get(decision.chosen?)?)));
+        let prefiller = pair.prefill.chosen.and_then(|chosen| prefill.get(chosen));
+        let (Some(prefiller), Some((decision, decoder)), true) = (prefiller, decoder, reserve) else {
+            return (pair, None);
+        };
+        let of = |round| Request { round, ..request.clone() };
+        pipeline.picked(&of(Round::Prefill), prefill, &pair.prefill, &mut self.memory);
+        pipeline.picked(&of(Round::Decode), decode, decision, &mut self.memory);
+        let of_prompt = Work { prefill_tokens: prefiller.uncached_tokens(request), decode_tokens: 0 };
+        let of_answer = Work { prefill_tokens: 0, decode_tokens: request.expected_output_tokens };
+        let first = self.reservations.reserve(now, prefiller.target.clone(), of_prompt);
+        let second = self.reservations.reserve(now, decoder.target.clone(), of_answer);
+        (pair, Some((first, second)))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use kvist_blocks::Tier;
 
-use crate::{Candidate, Request};
+use crate::{Candidate, Request, Round};
 
 pub(crate) const RECOMPUTE_WEIGHT: f64 = 3.0;
 pub(crate) const DECODE_WEIGHT: f64 = 0.1;
@@ -99,7 +99,8 @@ impl CostParameters {
             if known.is_complete { known.matched_tokens } else { known.matched_tokens.max(neutral.cached_tokens) };
         let assumed = assumed.min(request.prompt_tokens);
         let uncached = request.prompt_tokens - assumed;
-        let prefill = rates.prefill_seconds(uncached, assumed);
+        // A decode target of a divided request is sent the KV; a prefill target generates nothing.
+        let prefill = if request.round == Round::Decode { 0.0 } else { rates.prefill_seconds(uncached, assumed) };
         let (queue, active) = match candidate.outstanding_tokens {
             Some(_) => (queue_seconds(candidate, 0), candidate.active_requests()),
             None => (
@@ -107,7 +108,8 @@ impl CostParameters {
                 candidate.active_requests().max(neutral.active_requests),
             ),
         };
-        let together = request.expected_output_tokens as f64 * rates.step_seconds_per_request * active as f64;
+        let generated = if request.round == Round::Prefill { 0 } else { request.expected_output_tokens };
+        let together = generated as f64 * rates.step_seconds_per_request * active as f64;
         CostTerms {
             queue,
             prefill,

@@ -22,6 +22,10 @@ names! { METRICS:
     ROUTER_PARSE_FAILURES = "kvist_router_parse_failures_total";
     /// Placements that a worker refused because more waited there than the router knew of.
     ROUTER_REFUSALS = "kvist_router_refusals_total";
+    /// Requests that were divided between a prefill and a decode worker, by how that ended.
+    ROUTER_HAND_OVERS = "kvist_router_hand_overs_total";
+    /// From the end of a prefill to the first token of the decode worker.
+    ROUTER_HAND_OVER_SECONDS = "kvist_router_hand_over_seconds";
     /// Time of one routing decision, hashing included.
     ROUTER_DECISION_SECONDS = "kvist_router_decision_seconds";
     /// Time of rendering and tokenizing a prompt.
@@ -146,6 +150,14 @@ names! { METRICS:
     WORKER_TOTAL_BLOCKS = "kvist_worker_total_blocks";
     /// Tokens generated.
     WORKER_GENERATED_TOKENS = "kvist_worker_generated_tokens_total";
+    /// KV blocks of ended requests that are kept for a decode engine.
+    WORKER_PINNED_BLOCKS = "kvist_worker_pinned_blocks";
+    /// Leases on such blocks that ended because nobody came.
+    WORKER_EXPIRED_LEASES = "kvist_worker_expired_leases_total";
+    /// Prompt tokens whose KV another engine sent.
+    WORKER_EXTERNAL_TOKENS = "kvist_worker_external_tokens_total";
+    /// KV that did not arrive from another engine.
+    WORKER_FAILED_TRANSFERS = "kvist_worker_failed_transfers_total";
     /// Blocks held, as the ledger counts them.
     LEDGER_BLOCKS = "kvist_ledger_blocks";
     /// Batches of the ledger.

@@ -20,7 +20,7 @@ pub use mesh::{EngineSettings, Incident, MeshReport, MeshSettings, Percentiles, 
 pub use plot::plot;
 pub use policy::{NAMED_POLICIES, policy};
 pub use replay::{ReplayReport, ReplayRule, replay};
-pub use sim::{Finish, Finished, SimCounters, SimEngine, SimRequest, SimSettings, Step};
+pub use sim::{Finish, Finished, SimCounters, SimEngine, SimRequest, SimSettings, SimTransfer, Step};
 pub use study::{MadeKind, Study, StudyRequest, study};
 pub use trace::{
     MadeTrace, TRACE_BLOCK_TOKENS, TraceError, TraceRequest, cut, ideal_hit_rate, make_bursty, parse_trace,

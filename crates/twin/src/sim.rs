@@ -1,7 +1,7 @@
 //! The simulated engine.
 
 use std::{
-    collections::{HashSet, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     time::Duration,
 };
 
@@ -71,6 +71,15 @@ pub struct SimRequest {
     pub root: BlockHash,
 }
 
+/// What a request has to do with other engines; by default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SimTransfer {
+    /// Leading prompt tokens whose KV another engine has computed and sent. Whole blocks of them are used.
+    pub external_tokens: usize,
+    /// Its blocks stay pinned after its end, until [`SimEngine::release`].
+    pub keeps_blocks: bool,
+}
+
 /// Why a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
@@ -93,8 +102,10 @@ pub struct Finished {
     pub finish: Finish,
     /// Tokens of the prompt.
     pub prompt_tokens: u32,
-    /// Prompt tokens found in the cache.
+    /// Prompt tokens that had not to be computed: found in the cache, or sent by another engine.
     pub cached_tokens: u32,
+    /// Of these, the ones that another engine sent.
+    pub external_tokens: u32,
     /// Tokens generated.
     pub completion_tokens: u32,
     /// From submission to the first step that worked on it.
@@ -135,8 +146,10 @@ pub struct SimCounters {
     pub outstanding_prefill_tokens: u64,
     /// Tokens that running requests hold.
     pub active_tokens: u64,
-    /// Blocks of running requests.
+    /// Blocks of running requests, and pinned ones.
     pub used_blocks: usize,
+    /// Blocks of ended requests that are kept for other engines; each once for each request.
+    pub pinned_blocks: usize,
     /// Blocks of the pool.
     pub total_blocks: usize,
     /// Steps since the start.
@@ -145,11 +158,14 @@ pub struct SimCounters {
     pub generated_tokens: u64,
     /// Requests ended since the start.
     pub finished_requests: u64,
+    /// Prompt tokens that other engines sent, since the start.
+    pub external_tokens: u64,
 }
 
 #[derive(Debug)]
 struct Waiting {
     request: SimRequest,
+    transfer: SimTransfer,
     submitted: Duration,
     /// Names of the prompt's blocks that a cache can serve.
     usable: Vec<BlockHash>,
@@ -164,6 +180,7 @@ impl Waiting {
             finish,
             prompt_tokens: u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX),
             cached_tokens: 0,
+            external_tokens: 0,
             completion_tokens: 0,
             queue: now.saturating_sub(self.submitted),
             prefill: Duration::ZERO,
@@ -175,11 +192,15 @@ impl Waiting {
 #[derive(Debug)]
 struct Running {
     request: SimRequest,
+    keeps_blocks: bool,
+    /// Prompt tokens that another engine sent and that the next step takes in.
+    arriving: usize,
+    external_tokens: usize,
     submitted: Duration,
     placed: Duration,
     first_token: Option<Duration>,
     cached_tokens: usize,
-    /// Prompt tokens computed or found.
+    /// Prompt tokens computed, found or taken in.
     computed: usize,
     generated: u32,
     /// Names of the blocks that are whole.
@@ -202,6 +223,8 @@ pub struct SimEngine {
     waiting: VecDeque<Waiting>,
     running: Vec<Running>,
     aborted: HashSet<u64>,
+    /// Pinned blocks of ended requests.
+    kept: HashMap<u64, Vec<BlockHash>>,
     counters: SimCounters,
     pending_events: Vec<EngineEvent>,
 }
@@ -218,6 +241,7 @@ impl SimEngine {
             waiting: VecDeque::new(),
             running: Vec::new(),
             aborted: HashSet::new(),
+            kept: HashMap::new(),
             counters: SimCounters::default(),
             pending_events: Vec::new(),
         }
@@ -233,12 +257,27 @@ impl SimEngine {
 
     /// Takes a request; it is placed by a later step.
     pub fn submit(&mut self, now: Duration, request: SimRequest) {
+        self.submit_with(now, request, SimTransfer::default());
+    }
+
+    /// The same for a request of which other engines compute a part.
+    pub fn submit_with(&mut self, now: Duration, request: SimRequest, transfer: SimTransfer) {
         let block_size = self.settings.block_size_tokens;
         let mut usable = block_hashes(request.root, &request.prompt, block_size);
         usable.truncate(usable_blocks(request.prompt.len(), block_size));
         let (hits, _) = self.pool.prefix(&usable);
-        let uncached_tokens = (request.prompt.len() - hits * block_size) as u64;
-        self.waiting.push_back(Waiting { request, submitted: now, usable, uncached_tokens });
+        let given = (hits * block_size).max(transfer.external_tokens / block_size * block_size);
+        let uncached_tokens = request.prompt.len().saturating_sub(given) as u64;
+        self.waiting.push_back(Waiting { request, transfer, submitted: now, usable, uncached_tokens });
+    }
+
+    /// Gives back what is kept of an ended request; one that still runs will keep nothing. An unknown id is ignored.
+    pub fn release(&mut self, id: u64) {
+        if let Some(kept) = self.kept.remove(&id) {
+            self.pool.unpin(&kept);
+        }
+        self.running.iter_mut().filter(|one| one.request.id == id).for_each(|one| one.keeps_blocks = false);
+        self.waiting.iter_mut().filter(|one| one.request.id == id).for_each(|one| one.transfer.keeps_blocks = false);
     }
 
     /// Ends a request with the next step. An unknown id is ignored.
@@ -272,6 +311,7 @@ impl SimEngine {
             outstanding_prefill_tokens: running + waiting,
             active_tokens: self.running.iter().map(|one| one.computed as u64 + u64::from(one.generated)).sum(),
             used_blocks: self.pool.used(),
+            pinned_blocks: self.kept.values().map(Vec::len).sum(),
             total_blocks: self.settings.blocks,
             ..self.counters
         }
@@ -291,6 +331,13 @@ impl SimEngine {
         let mut prefilled = 0usize;
         let mut decoding = Vec::new();
         for (position, running) in self.running.iter_mut().enumerate() {
+            let arriving = std::mem::take(&mut running.arriving);
+            if arriving > 0 {
+                let from = running.computed;
+                running.computed += arriving;
+                running.keep_prompt(from, &mut self.pool, &mut step.events);
+                self.counters.external_tokens += arriving as u64;
+            }
             let missing = running.request.prompt.len() - running.computed;
             let chunk = missing.min(budget);
             if chunk > 0 {
@@ -319,9 +366,14 @@ impl SimEngine {
             }
         }
         let stop_after_tokens = self.stop_after_tokens;
-        let (pool, counters) = (&mut self.pool, &mut self.counters);
+        let (pool, kept, counters) = (&mut self.pool, &mut self.kept, &mut self.counters);
         self.running.retain_mut(|running| {
             let Some(finish) = running.finish(stop_after_tokens) else { return true };
+            if running.keeps_blocks {
+                // Pinned once more, so that they stay in use when the request gives them back.
+                pool.pin(&running.named);
+                kept.insert(running.request.id, running.named.clone());
+            }
             step.finished.push(running.end(finish, end, pool));
             counters.finished_requests += 1;
             false
@@ -372,19 +424,26 @@ impl SimEngine {
             if needed - hits + unused_hits > self.pool.available() {
                 return;
             }
-            let Some(Waiting { request, submitted, mut usable, .. }) = self.waiting.pop_front() else { return };
+            let Some(Waiting { request, transfer, submitted, mut usable, .. }) = self.waiting.pop_front() else {
+                return;
+            };
+            let sent = (transfer.external_tokens / block_size).min(usable.len());
+            let arriving = sent.saturating_sub(hits) * block_size;
             usable.truncate(hits);
             self.pool.pin(&usable);
             self.pool.take(needed - hits, &mut step.events);
-            let cached_tokens = hits * block_size;
+            let cached_tokens = hits * block_size + arriving;
             let parent = usable.last().copied().unwrap_or(request.root);
             step.placed.push((request.id, u32::try_from(cached_tokens).unwrap_or(u32::MAX)));
             self.running.push(Running {
                 submitted,
                 placed: now,
                 first_token: None,
+                keeps_blocks: transfer.keeps_blocks,
+                arriving,
+                external_tokens: arriving,
                 cached_tokens,
-                computed: cached_tokens,
+                computed: hits * block_size,
                 generated: 0,
                 named: usable,
                 private: needed - hits,
@@ -449,6 +508,7 @@ impl Running {
             finish,
             prompt_tokens: u32::try_from(self.request.prompt.len()).unwrap_or(u32::MAX),
             cached_tokens: u32::try_from(self.cached_tokens).unwrap_or(u32::MAX),
+            external_tokens: u32::try_from(self.external_tokens).unwrap_or(u32::MAX),
             completion_tokens: self.generated,
             queue: self.placed.saturating_sub(self.submitted),
             prefill: first_token.saturating_sub(self.placed),

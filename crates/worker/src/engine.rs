@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use kvist_errors::{Code, KvistError};
-use kvist_proto::engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest, TokenizerHeader};
+use kvist_proto::engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest, KvLayout, TokenizerHeader};
 
 use crate::{EmbedSink, EngineHost, RequestSink, makes_no_embeddings};
 
@@ -84,6 +84,8 @@ pub struct EngineDescription {
     pub capabilities: Capabilities,
     /// Its tokenizer.
     pub tokenizer: Option<TokenizerFile>,
+    /// How its KV lies and by which connector it is handed over; none for an engine that hands nothing over.
+    pub kv_layout: Option<KvLayout>,
 }
 
 /// What an engine without adapters says of them.
@@ -119,6 +121,10 @@ pub trait Engine: Send + Sync + 'static {
     fn embed(&self, _request: EmbedRequest, sink: EmbedSink) {
         sink.failed(makes_no_embeddings().before_start());
     }
+
+    /// Frees blocks that are kept for another engine under a lease, or would be kept of a request that still runs. Never
+    /// blocks. An unknown lease is ignored; engines whose leases end by themselves ignore all.
+    fn release_lease(&self, _lease_id: &str) {}
 
     /// Empties the prefix cache; returns how many blocks that were.
     ///

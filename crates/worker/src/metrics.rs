@@ -1,5 +1,6 @@
 //! Numbers of a worker.
 
+use kvist_proto::events::v1::LoadReport;
 use kvist_telemetry::{Metrics, names};
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 
@@ -22,6 +23,10 @@ pub(crate) struct WorkerMetrics {
     total_blocks: Gauge,
     generated_tokens: Counter,
     certificate_expiry: Family<Labels, Gauge>,
+    pinned_blocks: Gauge,
+    expired_leases: Counter,
+    external_tokens: Counter,
+    failed_transfers: Counter,
 }
 
 impl WorkerMetrics {
@@ -48,6 +53,10 @@ impl WorkerMetrics {
             outstanding: gauge(names::WORKER_OUTSTANDING_PREFILL_TOKENS, "Prompt tokens accepted and not yet computed"),
             used_blocks: gauge(names::WORKER_USED_BLOCKS, "KV blocks in use by running requests"),
             total_blocks: gauge(names::WORKER_TOTAL_BLOCKS, "KV blocks there are"),
+            pinned_blocks: gauge(names::WORKER_PINNED_BLOCKS, "KV blocks of ended requests kept for a decode engine"),
+            expired_leases: counter(names::WORKER_EXPIRED_LEASES, "Leases on such blocks that nobody came for"),
+            external_tokens: counter(names::WORKER_EXTERNAL_TOKENS, "Prompt tokens whose KV another engine sent"),
+            failed_transfers: counter(names::WORKER_FAILED_TRANSFERS, "KV that did not arrive from another engine"),
             registry,
         }
     }
@@ -68,16 +77,22 @@ impl WorkerMetrics {
     /// Takes the engine's own numbers over. Called now and then, not for each step.
     pub(crate) fn sample(&self, host: &EngineHost) {
         let loads = host.loads();
-        let sum = |value: fn(&kvist_proto::events::v1::LoadReport) -> u64| {
-            i64::try_from(loads.iter().map(value).sum::<u64>()).unwrap_or(i64::MAX)
-        };
+        let sum =
+            |value: fn(&LoadReport) -> u64| i64::try_from(loads.iter().map(value).sum::<u64>()).unwrap_or(i64::MAX);
         self.running.set(sum(|load| load.running_requests.into()));
         self.waiting.set(sum(|load| load.waiting_requests.into()));
         self.outstanding.set(sum(|load| load.outstanding_prefill_tokens));
         self.used_blocks.set(sum(|load| load.used_blocks));
         self.total_blocks.set(sum(|load| load.total_blocks));
         self.ledger_blocks.set(i64::try_from(host.block_count()).unwrap_or(i64::MAX));
-        let generated: u64 = loads.iter().map(|load| load.generated_tokens_total).sum();
-        self.generated_tokens.inc_by(generated.saturating_sub(self.generated_tokens.get()));
+        self.pinned_blocks.set(sum(|load| load.pinned_blocks));
+        let follow = |counter: &Counter, total: fn(&LoadReport) -> u64| {
+            let total: u64 = loads.iter().map(total).sum();
+            counter.inc_by(total.saturating_sub(counter.get()));
+        };
+        follow(&self.generated_tokens, |load| load.generated_tokens_total);
+        follow(&self.expired_leases, |load| load.expired_leases_total);
+        follow(&self.external_tokens, |load| load.external_tokens_total);
+        follow(&self.failed_transfers, |load| load.failed_transfers_total);
     }
 }

@@ -7,7 +7,7 @@ use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::Role;
 use serde::{Deserialize, Deserializer, de::Error as _};
 
-use crate::SimWorkerSettings;
+use crate::{HandOverSettings, SimWorkerSettings};
 
 /// Settings of a worker, as JSON.
 #[derive(Clone, Debug, Deserialize)]
@@ -48,6 +48,8 @@ pub struct WorkerSettings {
     pub engine: String,
     /// Arguments of an engine of the core that is not the simulated one, which checks them.
     pub engine_arguments: serde_json::Value,
+    /// How KV is handed over between engines; none for a worker that computes prompts and answers alone.
+    pub hand_over: Option<HandOverSettings>,
     /// Settings of the simulated engine.
     pub sim: SimWorkerSettings,
 }
@@ -72,6 +74,7 @@ impl Default for WorkerSettings {
             generate_buffer_tokens: 65_536,
             engine: "sim".to_owned(),
             engine_arguments: serde_json::Value::Null,
+            hand_over: None,
             sim: SimWorkerSettings::default(),
         }
     }

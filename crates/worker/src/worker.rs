@@ -374,4 +374,8 @@ impl RequestAcceptor for Acceptor {
     fn abort(&self, request_id: &str, reason: AbortReason) {
         self.0.abort_request(request_id, reason);
     }
+
+    fn release(&self, lease_id: &str) {
+        self.0.engine.release_lease(lease_id);
+    }
 }

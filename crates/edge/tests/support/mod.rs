@@ -11,17 +11,21 @@ use kvist_edge::RouterProcess;
 use kvist_errors::{Code, KvistError};
 use kvist_proto::{
     controller::v1::{ClusterState, ClusterVersion, Model, Pool, WorkerEntry},
-    engine::v1::{AbortReason, Capabilities, EngineRequest, FinishReason, Finished, engine_request::Prompt},
+    engine::v1::{
+        AbortReason, Capabilities, EngineRequest, FinishReason, Finished, KvLayout, KvTransferParameters, Role,
+        engine_request::Prompt,
+    },
     events::v1::Receipt,
     router::v1::{Target, Transport},
 };
 use kvist_router::RouterSettings;
 use kvist_worker::{
-    Engine, EngineDescription, EngineHost, RequestSink, SimWorkerEngine, SimWorkerSettings, TokenizerFile,
-    WorkerServer, WorkerSettings, sim_tokenizer,
+    Engine, EngineDescription, EngineHost, HandOverSettings, RequestSink, SimWorkerEngine, SimWorkerSettings,
+    TokenizerFile, WorkerServer, WorkerSettings, sim_tokenizer,
 };
 use parking_lot::Mutex;
 use prost::Message as _;
+use prost_types::value::Kind;
 use serde_json::Value;
 use tokio::sync::mpsc;
 
@@ -39,6 +43,8 @@ pub enum Script {
     HalfFail(&'static str),
     /// This text, and then nothing until somebody asks for an end.
     Hold(&'static str),
+    /// An end as a prefill engine's that keeps KV where nobody is at home.
+    Keep,
     /// A failure, said to be before anything was started or not.
     Fail(Code, bool),
     /// A field that cannot be honored.
@@ -50,6 +56,7 @@ pub enum Script {
 pub enum Seen {
     Submitted(String),
     Aborted(String, AbortReason),
+    Released(String),
 }
 
 /// An engine that does what it is told. Tokens of its model are bytes.
@@ -59,6 +66,8 @@ pub struct ScriptedEngine {
     seen: mpsc::UnboundedSender<Seen>,
     /// Of a model that knows tools; with it the engine keeps to schemas.
     template: Option<&'static str>,
+    /// As a prefill or decode engine.
+    hands_over: bool,
     pub requests: Mutex<Vec<EngineRequest>>,
 }
 
@@ -118,6 +127,12 @@ impl Engine for ScriptedEngine {
                 Some(template) => TokenizerFile { chat_template: template.to_owned(), ..sim_tokenizer() },
                 None => sim_tokenizer(),
             }),
+            kv_layout: self.hands_over.then(|| KvLayout {
+                connector: "sim".to_owned(),
+                tensor_parallel_size: 1,
+                prefill_context_parallel_size: 1,
+                decode_context_parallel_size: 1,
+            }),
         })
     }
 
@@ -131,6 +146,7 @@ impl Engine for ScriptedEngine {
             Some(Prompt::Tokens(tokens)) => u32::try_from(tokens.ids.len()).unwrap(),
             _ => 0,
         };
+        let kv_transfer = request.kv_transfer.clone();
         self.requests.lock().push(request);
         match self.script.lock().clone() {
             Script::Answer(text) => {
@@ -153,6 +169,11 @@ impl Engine for ScriptedEngine {
             Script::Refuse(field) => {
                 sink.failed(&KvistError::field(Code::UnsupportedField, field, "cannot be honored").before_start());
             }
+            Script::Keep => {
+                let lease_id = kv_transfer.map(|asked| asked.lease_id).unwrap_or_default();
+                let kv_transfer = Some(kept_where_nobody_is(lease_id));
+                sink.finished(Finished { kv_transfer, ..finished(FinishReason::Length, prompt, 1) });
+            }
             Script::Fail(code, not_started) => {
                 let mut error = KvistError::new(code, "as the script says");
                 error.not_started = not_started;
@@ -171,11 +192,31 @@ impl Engine for ScriptedEngine {
         }
     }
 
+    fn release_lease(&self, lease_id: &str) {
+        let _ = self.seen.send(Seen::Released(lease_id.to_owned()));
+    }
+
     fn reset_cache(&self) -> Result<u64, KvistError> {
         Ok(0)
     }
 
     fn close(&self) {}
+}
+
+/// What a prefill engine says that is gone when somebody comes.
+fn kept_where_nobody_is(lease_id: String) -> KvTransferParameters {
+    let text = |text: &str| Kind::StringValue(text.to_owned());
+    let fields = [
+        ("do_remote_prefill", Kind::BoolValue(true)),
+        ("remote_engine_id", text("gone")),
+        ("remote_request_id", text(&lease_id)),
+        ("remote_host", text("127.0.0.1")),
+        // Of a system's own services, and of none on a machine for tests.
+        ("remote_port", Kind::NumberValue(1.0)),
+    ];
+    let fields = fields.map(|(name, kind)| (name.to_owned(), prost_types::Value { kind: Some(kind) }));
+    let parameters = Some(prost_types::Struct { fields: fields.into_iter().collect() });
+    KvTransferParameters { connector: "sim".to_owned(), lease_id, parameters }
 }
 
 /// A worker on a runtime of its own, so that it can be killed as a process is.
@@ -185,6 +226,8 @@ pub struct TestWorker {
     server: Option<WorkerServer>,
     runtime: Option<tokio::runtime::Runtime>,
     pub uid: String,
+    role: Role,
+    pub group: String,
     address: String,
     pub incarnation: u64,
     model: String,
@@ -192,52 +235,79 @@ pub struct TestWorker {
 
 impl TestWorker {
     pub async fn start(number: usize, script: Script) -> Self {
-        Self::start_scripted(number, script, None).await
+        Self::start_scripted(number, script, None, Role::Aggregate).await
+    }
+
+    /// A worker that computes prompts or answers.
+    pub async fn start_half(number: usize, script: Script, role: Role) -> Self {
+        Self::start_scripted(number, script, None, role).await
+    }
+
+    /// The same with the simulated engine.
+    pub async fn start_sim_half(
+        number: usize,
+        sim: SimWorkerSettings,
+        role: Role,
+        hand_over: HandOverSettings,
+    ) -> Self {
+        let settings = WorkerSettings { sim, role, hand_over: Some(hand_over), ..Self::settings(number) };
+        let engine = Arc::new(SimWorkerEngine::of(&settings));
+        let (seen, receiver) = mpsc::unbounded_channel();
+        let unused = Self::scripted(Script::Hold(""), seen, None, false);
+        Self::start_settings(settings, engine, unused, receiver).await
     }
 
     /// A worker whose model has this chat template.
     pub async fn start_with_template(script: Script, template: &'static str) -> Self {
-        Self::start_scripted(0, script, Some(template)).await
+        Self::start_scripted(0, script, Some(template), Role::Aggregate).await
     }
 
-    async fn start_scripted(number: usize, script: Script, template: Option<&'static str>) -> Self {
+    async fn start_scripted(number: usize, script: Script, template: Option<&'static str>, role: Role) -> Self {
         let (seen, receiver) = mpsc::unbounded_channel();
-        let engine = Arc::new(ScriptedEngine {
+        let engine = Self::scripted(script, seen, template, role != Role::Aggregate);
+        let settings = WorkerSettings { role, ..Self::settings(number) };
+        Self::start_settings(settings, Arc::clone(&engine) as Arc<dyn Engine>, engine, receiver).await
+    }
+
+    fn scripted(
+        script: Script,
+        seen: mpsc::UnboundedSender<Seen>,
+        template: Option<&'static str>,
+        hands_over: bool,
+    ) -> Arc<ScriptedEngine> {
+        Arc::new(ScriptedEngine {
             script: Mutex::new(script),
             running: Mutex::default(),
             seen,
             template,
+            hands_over,
             requests: Mutex::default(),
-        });
-        Self::start_with(number, Arc::clone(&engine) as Arc<dyn Engine>, engine, receiver).await
+        })
+    }
+
+    fn settings(number: usize) -> WorkerSettings {
+        WorkerSettings {
+            worker_uid: format!("worker-{number}"),
+            model: MODEL.to_owned(),
+            hash_seed: 7,
+            ..WorkerSettings::default()
+        }
     }
 
     /// A worker with the simulated engine.
     pub async fn start_sim(number: usize, sim: SimWorkerSettings) -> Self {
         let (seen, receiver) = mpsc::unbounded_channel();
-        let unused = Arc::new(ScriptedEngine {
-            script: Mutex::new(Script::Hold("")),
-            running: Mutex::default(),
-            seen,
-            template: None,
-            requests: Mutex::default(),
-        });
-        Self::start_with(number, Arc::new(SimWorkerEngine::new(sim)), unused, receiver).await
+        let unused = Self::scripted(Script::Hold(""), seen, None, false);
+        Self::start_settings(Self::settings(number), Arc::new(SimWorkerEngine::new(sim)), unused, receiver).await
     }
 
-    async fn start_with(
-        number: usize,
+    async fn start_settings(
+        settings: WorkerSettings,
         engine: Arc<dyn Engine>,
         scripted: Arc<ScriptedEngine>,
         seen: mpsc::UnboundedReceiver<Seen>,
     ) -> Self {
-        let uid = format!("worker-{number}");
-        let settings = WorkerSettings {
-            worker_uid: uid.clone(),
-            model: MODEL.to_owned(),
-            hash_seed: 7,
-            ..WorkerSettings::default()
-        };
+        let (uid, role) = (settings.worker_uid.clone(), settings.role);
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let server = runtime.spawn(WorkerServer::start(settings, engine)).await.unwrap().unwrap();
         let (address, incarnation) = {
@@ -250,6 +320,8 @@ impl TestWorker {
             server: Some(server),
             runtime: Some(runtime),
             uid,
+            role,
+            group: String::new(),
             address,
             incarnation,
             model: MODEL.to_owned(),
@@ -275,6 +347,8 @@ impl TestWorker {
                 worker_uid: self.uid.clone(),
                 address: self.address.clone(),
                 transport: Transport::Grpc.into(),
+                role: self.role.into(),
+                group: self.group.clone(),
                 ..Target::default()
             }),
             model: self.model.clone(),

@@ -1,30 +1,37 @@
 //! The simulated engine behind a worker: virtual time driven by a real clock.
 
 mod embeddings;
+mod hand_over;
 mod record;
 mod steps;
 mod tokenizer;
+mod transfer;
 
 use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
 use kvist_blocks::{BlockHash, block_hashes, usable_blocks};
 use kvist_errors::{Code, KvistError};
 use kvist_proto::{
-    engine::v1::{AbortReason, Capabilities, EmbedRequest, EngineRequest, engine_request::Prompt},
+    engine::v1::{
+        AbortReason, Capabilities, EmbedRequest, EngineRequest, FinishReason, Finished, KvLayout, Role,
+        engine_request::Prompt,
+    },
     events::v1::LoadReport,
 };
-use kvist_twin::{SimEngine, SimRequest, SimSettings};
+use kvist_twin::{SimEngine, SimRequest, SimSettings, SimTransfer};
 use parking_lot::Mutex;
 use serde::Deserialize;
 use tokio::{sync::Notify, time::Instant};
+use tokio_util::task::AbortOnDropHandle;
 
-pub use self::tokenizer::sim_tokenizer;
 use self::{
     embeddings::Embedder,
+    hand_over::{Arrival, Asked, Leases},
     record::RequestRecord,
     tokenizer::{FIRST_WORD, WORD_COUNT},
 };
-use crate::{EmbedSink, Engine, EngineDescription, EngineHost, RequestSink};
+pub use self::{tokenizer::sim_tokenizer, transfer::TransferFault};
+use crate::{EmbedSink, Engine, EngineDescription, EngineHost, HandOverSettings, RequestSink, WorkerSettings};
 
 /// How the simulated engine is. Names may also be written in camel case, as in manifests.
 #[derive(Clone, Debug, Deserialize)]
@@ -70,6 +77,18 @@ pub struct SimWorkerSettings {
     /// Where it writes down which requests it took and how they ended; nowhere when absent.
     #[serde(alias = "recordFolder")]
     pub record_folder: Option<PathBuf>,
+    /// Prompt tokens whose KV arrives in a second from another engine; 0 means that it costs no time.
+    #[serde(alias = "transferTokensPerSecond")]
+    pub transfer_tokens_per_second: f64,
+    /// Milliseconds that a decode engine waits for KV.
+    #[serde(alias = "transferTimeoutMs")]
+    pub transfer_timeout_ms: u64,
+    /// What goes wrong when KV is fetched from this engine.
+    #[serde(alias = "transferFault")]
+    pub transfer_fault: TransferFault,
+    /// Devices over which it says that its KV is divided.
+    #[serde(alias = "tensorParallelSize")]
+    pub tensor_parallel_size: u32,
 }
 
 impl Default for SimWorkerSettings {
@@ -89,6 +108,10 @@ impl Default for SimWorkerSettings {
             tokenizer: true,
             embedding_dimensions: 0,
             record_folder: None,
+            transfer_tokens_per_second: 0.0,
+            transfer_timeout_ms: 5_000,
+            transfer_fault: TransferFault::None,
+            tensor_parallel_size: 1,
         }
     }
 }
@@ -96,6 +119,9 @@ impl Default for SimWorkerSettings {
 /// The engine `sim`.
 pub struct SimWorkerEngine {
     settings: SimWorkerSettings,
+    /// None for an engine that neither keeps nor fetches KV.
+    hand_over: Option<HandOverSettings>,
+    role: Role,
     shared: Arc<Shared>,
     embedder: Arc<Embedder>,
 }
@@ -108,6 +134,7 @@ impl std::fmt::Debug for SimWorkerEngine {
 
 struct Shared {
     started: Instant,
+    block_size: usize,
     state: Mutex<State>,
     has_work: Notify,
 }
@@ -122,6 +149,19 @@ struct State {
     /// As of the last step, and what came in since.
     load: LoadReport,
     is_closed: bool,
+    leases: Leases,
+    failed_transfers: u64,
+    /// Serves decode engines.
+    serving: Option<AbortOnDropHandle<()>>,
+}
+
+impl State {
+    /// Takes a request out that has ended.
+    fn remove(&mut self, id: u64) -> Option<Job> {
+        let job = self.jobs.remove(&id)?;
+        self.by_request.remove(job.sink.request_id());
+        Some(job)
+    }
 }
 
 /// What the engine does not need to know of a request.
@@ -138,6 +178,10 @@ struct Job {
     stopped_by: Option<u32>,
     /// The text ends where its budget does.
     ends_by_itself: bool,
+    /// Under which its blocks are kept at its end; none for not at all.
+    lease: Option<String>,
+    /// It waits for its KV, and the engine does not know it yet.
+    arrival: Option<Arrival>,
 }
 
 impl State {
@@ -149,7 +193,13 @@ impl State {
 }
 
 impl SimWorkerEngine {
-    /// An idle engine.
+    /// An idle engine of a worker.
+    #[must_use]
+    pub fn of(settings: &WorkerSettings) -> Self {
+        Self { role: settings.role, hand_over: settings.hand_over.clone(), ..Self::new(settings.sim.clone()) }
+    }
+
+    /// An idle engine that computes prompts and answers.
     #[must_use]
     pub fn new(settings: SimWorkerSettings) -> Self {
         let millis = |millis: f64| Duration::try_from_secs_f64(millis / 1000.0).unwrap_or_default();
@@ -176,11 +226,31 @@ impl SimWorkerEngine {
             record: None,
             load: LoadReport::default(),
             is_closed: false,
+            leases: Leases::default(),
+            failed_transfers: 0,
+            serving: None,
         };
-        let shared = Shared { started: Instant::now(), state: Mutex::new(state), has_work: Notify::new() };
+        let block_size = settings.block_size_tokens as usize;
+        let shared = Shared { started: Instant::now(), block_size, state: Mutex::new(state), has_work: Notify::new() };
         let most_calls = (settings.max_running as usize).saturating_add(settings.max_waiting as usize);
         let embedder = Embedder::new(settings.embedding_dimensions, settings.prefill_tokens_per_second, most_calls);
-        Self { settings, shared: Arc::new(shared), embedder }
+        Self { settings, hand_over: None, role: Role::Aggregate, shared: Arc::new(shared), embedder }
+    }
+
+    /// What the mesh asks of the engine for a request.
+    fn asked(&self, request: &EngineRequest) -> Result<Option<Asked>, KvistError> {
+        let Some(parameters) = &request.kv_transfer else { return Ok(None) };
+        let asked = hand_over::read(parameters)?;
+        let fits = match (&asked, self.role) {
+            (None, _) => true,
+            (Some(Asked::Keep(_)), role) => role == Role::Prefill,
+            (Some(Asked::Fetch(_)), role) => role == Role::Decode,
+        };
+        if fits && (asked.is_none() || self.hand_over.is_some()) {
+            return Ok(asked);
+        }
+        let error = KvistError::field(Code::UnsupportedField, "kv_transfer", "this worker has another role");
+        Err(error.before_start())
     }
 
     /// Refuses what the engine cannot do, by name.
@@ -223,9 +293,16 @@ impl Engine for SimWorkerEngine {
             capabilities: Capabilities {
                 kv_events: self.settings.embedding_dimensions == 0,
                 embeddings: self.settings.embedding_dimensions > 0,
+                kv_transfer: self.hand_over.is_some(),
                 ..Capabilities::default()
             },
             tokenizer: self.settings.tokenizer.then(sim_tokenizer),
+            kv_layout: self.hand_over.as_ref().map(|hand_over| KvLayout {
+                connector: hand_over.connector.clone(),
+                tensor_parallel_size: self.settings.tensor_parallel_size,
+                prefill_context_parallel_size: 1,
+                decode_context_parallel_size: 1,
+            }),
             ..EngineDescription::default()
         })
     }
@@ -245,15 +322,20 @@ impl Engine for SimWorkerEngine {
         state.host = Some(host.clone());
         state.record = record;
         drop(state);
+        if self.hand_over.is_some() && self.role == Role::Prefill {
+            hand_over::listen(&self.shared, &self.settings)?;
+        }
         // Ends when the engine is closed; holds nothing but the engine's own state.
-        tokio::spawn(steps::run(Arc::clone(&self.shared), host, self.settings.clone()));
+        let hand_over = self.hand_over.clone().unwrap_or_default();
+        tokio::spawn(steps::run(Arc::clone(&self.shared), host, self.settings.clone(), hand_over));
         Ok(())
     }
 
     fn submit(&self, request: EngineRequest, sink: RequestSink) {
-        if let Err(error) = Self::check(&request) {
-            return sink.failed(&error.before_start());
-        }
+        let asked = match Self::check(&request).and_then(|()| self.asked(&request)) {
+            Ok(asked) => asked,
+            Err(error) => return sink.failed(&error.before_start()),
+        };
         let stop = request.stop.unwrap_or_default();
         let Some(Prompt::Tokens(tokens)) = request.prompt else { return };
         let prompt_tokens = u32::try_from(tokens.ids.len()).unwrap_or(u32::MAX);
@@ -277,7 +359,24 @@ impl Engine for SimWorkerEngine {
         }
         state.last_id += 1;
         let id = state.last_id;
-        state.engine.submit(self.shared.started.elapsed(), SimRequest { id, prompt: tokens.ids, max_tokens, root });
+        let sim_request = SimRequest { id, prompt: tokens.ids, max_tokens, root };
+        let mut uncomputed_tokens = u64::from(prompt_tokens).saturating_sub(cached_tokens as u64);
+        let (mut lease, mut arrival) = (None, None);
+        match (asked, &self.hand_over) {
+            (Some(Asked::Fetch(origin)), Some(hand_over)) => {
+                uncomputed_tokens = 0;
+                let settings = (&self.settings, hand_over);
+                // What it fetches is let in under the lock that is held here, and so after the request is known.
+                arrival = Some(hand_over::begin_fetch(&self.shared, origin, sim_request, settings));
+            }
+            (asked, _) => {
+                if let Some(Asked::Keep(lease_id)) = asked {
+                    lease = Some(lease_id);
+                }
+                let transfer = SimTransfer { keeps_blocks: lease.is_some(), ..SimTransfer::default() };
+                state.engine.submit_with(self.shared.started.elapsed(), sim_request, transfer);
+            }
+        }
         state.by_request.insert(request.request_id, id);
         let job = Job {
             sink,
@@ -289,10 +388,12 @@ impl Engine for SimWorkerEngine {
             generated_tokens: 0,
             stopped_by: None,
             ends_by_itself,
+            lease,
+            arrival,
         };
         state.jobs.insert(id, job);
         state.load.waiting_requests += 1;
-        state.load.outstanding_prefill_tokens += u64::from(prompt_tokens).saturating_sub(cached_tokens as u64);
+        state.load.outstanding_prefill_tokens += uncomputed_tokens;
         // Under the lock, so that reports keep their order.
         host.report_load(state.load);
         drop(state);
@@ -302,6 +403,16 @@ impl Engine for SimWorkerEngine {
     fn abort(&self, request_id: &str, _reason: AbortReason) {
         let mut state = self.shared.state.lock();
         let Some(id) = state.by_request.get(request_id).copied() else { return };
+        if state.jobs.get(&id).is_some_and(|job| job.arrival.is_some()) {
+            // It has not come to the engine yet.
+            if let Some(job) = state.remove(id) {
+                state.note_end(&job, "aborted");
+                let reason = FinishReason::Aborted.into();
+                job.sink.finished(Finished { reason, ..Finished::default() });
+            }
+            hand_over::tell_load(&mut state);
+            return;
+        }
         state.engine.abort(id);
         drop(state);
         self.shared.has_work.notify_one();
@@ -313,6 +424,10 @@ impl Engine for SimWorkerEngine {
         if let Some(host) = host {
             self.embedder.embed(host, request, sink);
         }
+    }
+
+    fn release_lease(&self, lease_id: &str) {
+        hand_over::release(&self.shared, lease_id);
     }
 
     fn reset_cache(&self) -> Result<u64, KvistError> {
@@ -330,6 +445,8 @@ impl Engine for SimWorkerEngine {
             for job in state.jobs.values() {
                 state.note_end(job, error.code.name());
             }
+            state.serving = None;
+            state.leases = Leases::default();
             std::mem::take(&mut state.jobs)
         };
         jobs.into_values().for_each(|job| job.sink.failed(&error));

@@ -5,13 +5,13 @@ use std::{sync::Arc, time::Duration};
 use kvist_errors::{Code, KvistError};
 use kvist_link::WakeBatch;
 use kvist_proto::{
-    engine::v1::{FinishReason, Finished},
+    engine::v1::{FinishReason, Finished, KvTransferParameters},
     events::v1::{LoadReport, Receipt},
 };
-use kvist_twin::{Finish, SimCounters, Step};
+use kvist_twin::{Finish, Step};
 
-use super::{Job, Shared, SimWorkerSettings, State, tokenizer::END_OF_TEXT};
-use crate::EngineHost;
+use super::{Job, Shared, SimWorkerSettings, State, hand_over, tokenizer::END_OF_TEXT};
+use crate::{EngineHost, HandOverSettings};
 
 /// The clock of tokio's timers ticks in milliseconds: what is nearer than this is not slept for.
 const LEAST_SLEEP: Duration = Duration::from_millis(1);
@@ -20,7 +20,12 @@ const MOST_LAG: Duration = Duration::from_millis(50);
 
 /// Steps until the engine is closed. What a step yields is told when its time has passed; steps follow each other in
 /// virtual time, so that a late wake-up does not make the engine slower than it is meant to be.
-pub(super) async fn run(shared: Arc<Shared>, host: EngineHost, settings: SimWorkerSettings) {
+pub(super) async fn run(
+    shared: Arc<Shared>,
+    host: EngineHost,
+    settings: SimWorkerSettings,
+    hand_over: HandOverSettings,
+) {
     let mut virtual_now = Duration::ZERO;
     loop {
         let now = shared.started.elapsed();
@@ -54,7 +59,7 @@ pub(super) async fn run(shared: Arc<Shared>, host: EngineHost, settings: SimWork
             shared.has_work.notified().await;
         }
         host.cache_changed(0, at_end);
-        tell(&mut shared.state.lock(), &host, &step, &settings);
+        tell(&shared, &host, &step, (&settings, &hand_over));
     }
 }
 
@@ -69,7 +74,9 @@ fn place(state: &mut State, host: &EngineHost, step: &Step) {
 }
 
 /// Tells the requests what the step brought.
-fn tell(state: &mut State, host: &EngineHost, step: &Step, settings: &SimWorkerSettings) {
+fn tell(shared: &Arc<Shared>, host: &EngineHost, step: &Step, settings: (&SimWorkerSettings, &HandOverSettings)) {
+    let state = &mut *shared.state.lock();
+    let (settings, hand_over) = settings;
     // All tokens of a step leave together.
     let _one_wake_up = WakeBatch::begin();
     for (id, token) in &step.tokens {
@@ -83,15 +90,26 @@ fn tell(state: &mut State, host: &EngineHost, step: &Step, settings: &SimWorkerS
         }
     }
     for finished in &step.finished {
-        let Some(job) = state.jobs.remove(&finished.id) else { continue };
-        state.by_request.remove(job.sink.request_id());
-        end(state, &job, finished, settings.block_size_tokens);
+        let Some(mut job) = state.remove(finished.id) else { continue };
+        let is_whole = matches!(finished.finish, Finish::Length | Finish::Stop);
+        let kept = job
+            .lease
+            .take()
+            .filter(|_| is_whole)
+            .and_then(|lease| hand_over::give(shared, state, finished.id, lease, &job.usable, hand_over));
+        end(state, &job, finished, kept, settings.block_size_tokens);
     }
-    state.load = load(&state.engine.counters(), settings);
+    state.load = load(state, settings);
     host.report_load(state.load);
 }
 
-fn end(state: &State, job: &Job, finished: &kvist_twin::Finished, block_size_tokens: u32) {
+fn end(
+    state: &State,
+    job: &Job,
+    finished: &kvist_twin::Finished,
+    kv_transfer: Option<KvTransferParameters>,
+    block_size_tokens: u32,
+) {
     let (reason, stop_token_id) = match (finished.finish, job.stopped_by) {
         (Finish::TooLarge, _) => {
             let error =
@@ -128,18 +146,22 @@ fn end(state: &State, job: &Job, finished: &kvist_twin::Finished, block_size_tok
             decode_duration: duration(finished.decode),
             claimed_blocks: Some(job.claimed_blocks),
             block_size_tokens,
+            external_tokens: finished.external_tokens,
         }),
+        kv_transfer,
         ..Finished::default()
     });
 }
 
-fn load(counters: &SimCounters, settings: &SimWorkerSettings) -> LoadReport {
+fn load(state: &State, settings: &SimWorkerSettings) -> LoadReport {
+    let counters = state.engine.counters();
+    let arriving = state.jobs.values().filter(|job| job.arrival.is_some()).count();
     let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let further = counters.running.saturating_sub(1) as f64;
     let decode_step_ms = settings.decode_step_ms + settings.decode_step_per_request_ms * further;
     LoadReport {
         running_requests: number(counters.running),
-        waiting_requests: number(counters.waiting),
+        waiting_requests: number(counters.waiting + arriving),
         outstanding_prefill_tokens: counters.outstanding_prefill_tokens,
         active_tokens: counters.active_tokens,
         used_blocks: counters.used_blocks as u64,
@@ -152,6 +174,10 @@ fn load(counters: &SimCounters, settings: &SimWorkerSettings) -> LoadReport {
         finished_requests_total: counters.finished_requests,
         engine_steps_total: counters.steps,
         generated_tokens_total: counters.generated_tokens,
+        pinned_blocks: counters.pinned_blocks as u64,
+        expired_leases_total: state.leases.expired,
+        external_tokens_total: counters.external_tokens,
+        failed_transfers_total: state.failed_transfers,
         ..LoadReport::default()
     }
 }

@@ -80,6 +80,7 @@ class WorkerSpec(_message.Message):
     DRAIN_TIME_LIMIT_FIELD_NUMBER: _builtins.int
     STARTUP_TIME_LIMIT_FIELD_NUMBER: _builtins.int
     HASH_SEED_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     worker_uid: _builtins.str
     """UID of the slot; survives restarts of the process."""
     model: _builtins.str
@@ -106,6 +107,10 @@ class WorkerSpec(_message.Message):
     def startup_time_limit(self) -> _duration_pb2.Duration:
         """How long a start may take."""
 
+    @_builtins.property
+    def hand_over(self) -> _engine_pb2.HandOver:
+        """How it hands KV over; absent for a worker that computes prompts and answers alone."""
+
     def __init__(
         self,
         *,
@@ -119,10 +124,11 @@ class WorkerSpec(_message.Message):
         drain_time_limit: _duration_pb2.Duration | None = ...,
         startup_time_limit: _duration_pb2.Duration | None = ...,
         hash_seed: _builtins.int = ...,
+        hand_over: _engine_pb2.HandOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_time_limit", b"drain_time_limit", "engine_arguments", b"engine_arguments", "startup_time_limit", b"startup_time_limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_time_limit", b"drain_time_limit", "engine_arguments", b"engine_arguments", "hand_over", b"hand_over", "startup_time_limit", b"startup_time_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_time_limit", b"drain_time_limit", "engine", b"engine", "engine_arguments", b"engine_arguments", "hash_seed", b"hash_seed", "model", b"model", "pool_revision", b"pool_revision", "pool_uid", b"pool_uid", "role", b"role", "startup_time_limit", b"startup_time_limit", "worker_uid", b"worker_uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_time_limit", b"drain_time_limit", "engine", b"engine", "engine_arguments", b"engine_arguments", "hand_over", b"hand_over", "hash_seed", b"hash_seed", "model", b"model", "pool_revision", b"pool_revision", "pool_uid", b"pool_uid", "role", b"role", "startup_time_limit", b"startup_time_limit", "worker_uid", b"worker_uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -962,6 +962,7 @@ class Model(_message.Message):
     ADMISSION_FIELD_NUMBER: _builtins.int
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients say."""
     uid: _builtins.str
@@ -997,6 +998,10 @@ class Model(_message.Message):
         docs/reference/modelservice.md; absent for the router's own.
         """
 
+    @_builtins.property
+    def hand_over(self) -> _engine_pb2.HandOver:
+        """How its prefill workers hand KV to its decode workers; absent for a model without."""
+
     def __init__(
         self,
         *,
@@ -1010,10 +1015,11 @@ class Model(_message.Message):
         admission: _struct_pb2.Value | None = ...,
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        hand_over: _engine_pb2.HandOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "created_at", b"created_at", "routing", b"routing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "created_at", b"created_at", "hand_over", b"hand_over", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "aliases", b"aliases", "created_at", b"created_at", "deleting", b"deleting", "name", b"name", "pools", b"pools", "reasoning_parser", b"reasoning_parser", "routing", b"routing", "tool_parser", b"tool_parser", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "aliases", b"aliases", "created_at", b"created_at", "deleting", b"deleting", "hand_over", b"hand_over", "name", b"name", "pools", b"pools", "reasoning_parser", b"reasoning_parser", "routing", b"routing", "tool_parser", b"tool_parser", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1031,6 +1037,7 @@ class Pool(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     HASH_UNIT_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """UID."""
     role: _engine_pb2.Role.ValueType
@@ -1043,6 +1050,8 @@ class Pool(_message.Message):
     """Tokens a hash unit; block sizes are multiples of it. 0 until the first worker was accepted."""
     replicas: _builtins.int
     """Wanted replicas."""
+    name: _builtins.str
+    """Its name within the resource."""
     def __init__(
         self,
         *,
@@ -1052,10 +1061,11 @@ class Pool(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         hash_unit_tokens: _builtins.int = ...,
         replicas: _builtins.int = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_unit_tokens", b"hash_unit_tokens", "replicas", b"replicas", "revision", b"revision", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_unit_tokens", b"hash_unit_tokens", "name", b"name", "replicas", b"replicas", "revision", b"revision", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

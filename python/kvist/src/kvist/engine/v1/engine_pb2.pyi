@@ -60,6 +60,54 @@ ROLE_DECODE: Role.ValueType  # 4
 """Generates from KV it was handed."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _TransferProtocol:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransferProtocolEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferProtocol.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFER_PROTOCOL_UNSPECIFIED: _TransferProtocol.ValueType  # 0
+    """Not stated; the connector's own way."""
+    TRANSFER_PROTOCOL_RDMA: _TransferProtocol.ValueType  # 1
+    """Remote direct memory access. Never replaced by TCP."""
+    TRANSFER_PROTOCOL_TCP: _TransferProtocol.ValueType  # 2
+    """TCP, through the memory of the hosts."""
+
+class TransferProtocol(_TransferProtocol, metaclass=_TransferProtocolEnumTypeWrapper):
+    """What carries KV between engines."""
+
+TRANSFER_PROTOCOL_UNSPECIFIED: TransferProtocol.ValueType  # 0
+"""Not stated; the connector's own way."""
+TRANSFER_PROTOCOL_RDMA: TransferProtocol.ValueType  # 1
+"""Remote direct memory access. Never replaced by TCP."""
+TRANSFER_PROTOCOL_TCP: TransferProtocol.ValueType  # 2
+"""TCP, through the memory of the hosts."""
+Global___TransferProtocol: _TypeAlias = TransferProtocol  # noqa: Y015
+
+class _TransferFailurePolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransferFailurePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferFailurePolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFER_FAILURE_POLICY_UNSPECIFIED: _TransferFailurePolicy.ValueType  # 0
+    """Not stated; treated as recompute."""
+    TRANSFER_FAILURE_POLICY_RECOMPUTE: _TransferFailurePolicy.ValueType  # 1
+    """It computes the prompt itself."""
+    TRANSFER_FAILURE_POLICY_FAIL: _TransferFailurePolicy.ValueType  # 2
+    """The request fails with KV_TRANSFER_FAILED; the router may try it elsewhere."""
+
+class TransferFailurePolicy(_TransferFailurePolicy, metaclass=_TransferFailurePolicyEnumTypeWrapper):
+    """What a decode engine does when KV does not arrive."""
+
+TRANSFER_FAILURE_POLICY_UNSPECIFIED: TransferFailurePolicy.ValueType  # 0
+"""Not stated; treated as recompute."""
+TRANSFER_FAILURE_POLICY_RECOMPUTE: TransferFailurePolicy.ValueType  # 1
+"""It computes the prompt itself."""
+TRANSFER_FAILURE_POLICY_FAIL: TransferFailurePolicy.ValueType  # 2
+"""The request fails with KV_TRANSFER_FAILED; the router may try it elsewhere."""
+Global___TransferFailurePolicy: _TypeAlias = TransferFailurePolicy  # noqa: Y015
+
 class _AbortReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -186,6 +234,7 @@ class WorkerDescription(_message.Message):
     WORKER_VERSION_FIELD_NUMBER: _builtins.int
     HASH_SEED_FIELD_NUMBER: _builtins.int
     ENGINE_HASH_ALGORITHM_FIELD_NUMBER: _builtins.int
+    KV_LAYOUT_FIELD_NUMBER: _builtins.int
     worker_uid: _builtins.str
     """UID of the worker's slot, given by its agent; survives restarts."""
     incarnation: _builtins.int
@@ -230,6 +279,10 @@ class WorkerDescription(_message.Message):
     def limits(self) -> Global___Limits:
         """What the engine can take."""
 
+    @_builtins.property
+    def kv_layout(self) -> Global___KvLayout:
+        """How its KV lies and by which connector it is handed over; absent for an engine that hands nothing over."""
+
     def __init__(
         self,
         *,
@@ -252,14 +305,97 @@ class WorkerDescription(_message.Message):
         worker_version: _builtins.str = ...,
         hash_seed: _builtins.int = ...,
         engine_hash_algorithm: _builtins.str = ...,
+        kv_layout: Global___KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "kv_layout", b"kv_layout", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "draining", b"draining", "engine", b"engine", "engine_hash_algorithm", b"engine_hash_algorithm", "engine_version", b"engine_version", "hash_seed", b"hash_seed", "incarnation", b"incarnation", "limits", b"limits", "model", b"model", "namespace", b"namespace", "pool_revision", b"pool_revision", "pool_uid", b"pool_uid", "ranks", b"ranks", "role", b"role", "template_digest", b"template_digest", "tokenizer_digest", b"tokenizer_digest", "worker_uid", b"worker_uid", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "draining", b"draining", "engine", b"engine", "engine_hash_algorithm", b"engine_hash_algorithm", "engine_version", b"engine_version", "hash_seed", b"hash_seed", "incarnation", b"incarnation", "kv_layout", b"kv_layout", "limits", b"limits", "model", b"model", "namespace", b"namespace", "pool_revision", b"pool_revision", "pool_uid", b"pool_uid", "ranks", b"ranks", "role", b"role", "template_digest", b"template_digest", "tokenizer_digest", b"tokenizer_digest", "worker_uid", b"worker_uid", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerDescription: _TypeAlias = WorkerDescription  # noqa: Y015
+
+@_typing.final
+class KvLayout(_message.Message):
+    """What two engines must agree on to hand KV to each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PREFILL_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    DECODE_CONTEXT_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    connector: _builtins.str
+    """The connector that moves it, such as `NixlConnector`."""
+    tensor_parallel_size: _builtins.int
+    """Devices over which each layer is divided. Of two engines, one's must divide the other's."""
+    prefill_context_parallel_size: _builtins.int
+    """Devices over which the context is divided while a prompt is computed. Must be equal."""
+    decode_context_parallel_size: _builtins.int
+    """Devices over which the context is divided while tokens are generated. Must be equal."""
+    def __init__(
+        self,
+        *,
+        connector: _builtins.str = ...,
+        tensor_parallel_size: _builtins.int = ...,
+        prefill_context_parallel_size: _builtins.int = ...,
+        decode_context_parallel_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_context_parallel_size", b"decode_context_parallel_size", "prefill_context_parallel_size", b"prefill_context_parallel_size", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
+
+@_typing.final
+class HandOver(_message.Message):
+    """How the engines of a model hand KV over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    SHARED_FOLDER_FIELD_NUMBER: _builtins.int
+    RDMA_DEVICE_FIELD_NUMBER: _builtins.int
+    LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    ON_FAILURE_FIELD_NUMBER: _builtins.int
+    PREFILL_FROM_TOKENS_FIELD_NUMBER: _builtins.int
+    connector: _builtins.str
+    """The connector, such as `NixlConnector`; `sim` for the simulated engine."""
+    protocol: Global___TransferProtocol.ValueType
+    """What carries the KV."""
+    shared_folder: _builtins.str
+    """Folder that all engines of the model share, for connectors that go through files."""
+    rdma_device: _builtins.str
+    """Device of the RDMA network, such as `mlx5_0`; empty for any."""
+    on_failure: Global___TransferFailurePolicy.ValueType
+    """What a decode engine does when the KV does not arrive."""
+    prefill_from_tokens: _builtins.int
+    """Uncached prompt tokens from which on a prefill worker computes the prompt; below, the decode worker does."""
+    @_builtins.property
+    def lease_duration(self) -> _duration_pb2.Duration:
+        """How long a prefill engine keeps blocks for a decode engine that does not come."""
+
+    def __init__(
+        self,
+        *,
+        connector: _builtins.str = ...,
+        protocol: Global___TransferProtocol.ValueType = ...,
+        shared_folder: _builtins.str = ...,
+        rdma_device: _builtins.str = ...,
+        lease_duration: _duration_pb2.Duration | None = ...,
+        on_failure: Global___TransferFailurePolicy.ValueType = ...,
+        prefill_from_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "lease_duration", b"lease_duration", "on_failure", b"on_failure", "prefill_from_tokens", b"prefill_from_tokens", "protocol", b"protocol", "rdma_device", b"rdma_device", "shared_folder", b"shared_folder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOver: _TypeAlias = HandOver  # noqa: Y015
 
 @_typing.final
 class Capabilities(_message.Message):
@@ -490,6 +626,7 @@ class RouterMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """The first message of a stream, and only there."""
@@ -502,18 +639,23 @@ class RouterMessage(_message.Message):
     def abort(self) -> Global___AbortStream:
         """Ends a request."""
 
+    @_builtins.property
+    def release(self) -> Global___ReleaseLease:
+        """Frees what is kept for a hand-over."""
+
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         start: Global___StartRequest | None = ...,
         abort: Global___AbortStream | None = ...,
+        release: Global___ReleaseLease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "hello", b"hello", "message", b"message", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "abort", "release"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -604,6 +746,30 @@ class AbortStream(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortStream: _TypeAlias = AbortStream  # noqa: Y015
+
+@_typing.final
+class ReleaseLease(_message.Message):
+    """Nobody will fetch the KV that is kept under a lease, or it has been fetched. Idempotent: an unknown lease is ignored, and
+    one whose request still runs is not given.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """As `KvTransferParameters` named it."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseLease: _TypeAlias = ReleaseLease  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):

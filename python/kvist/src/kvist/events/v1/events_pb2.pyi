@@ -452,6 +452,10 @@ class LoadReport(_message.Message):
     FINISHED_REQUESTS_TOTAL_FIELD_NUMBER: _builtins.int
     ENGINE_STEPS_TOTAL_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPIRED_LEASES_TOTAL_FIELD_NUMBER: _builtins.int
+    EXTERNAL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    FAILED_TRANSFERS_TOTAL_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Which rank of the engine."""
     report_number: _builtins.int
@@ -476,6 +480,14 @@ class LoadReport(_message.Message):
     """Engine steps since the start of the incarnation; stands still when nothing runs."""
     generated_tokens_total: _builtins.int
     """Tokens generated since the start of the incarnation."""
+    pinned_blocks: _builtins.int
+    """KV blocks of ended requests that are kept for a decode engine."""
+    expired_leases_total: _builtins.int
+    """Leases on such blocks that ended because nobody came, since the start of the incarnation."""
+    external_tokens_total: _builtins.int
+    """Prompt tokens whose KV came from another engine, since the start of the incarnation."""
+    failed_transfers_total: _builtins.int
+    """Hand-overs that failed at this engine as the receiver, since the start of the incarnation."""
     @_builtins.property
     def decode_step_duration(self) -> _duration_pb2.Duration:
         """Estimate of the time of one decode step at the present batch; absent until there is one."""
@@ -496,10 +508,14 @@ class LoadReport(_message.Message):
         finished_requests_total: _builtins.int = ...,
         engine_steps_total: _builtins.int = ...,
         generated_tokens_total: _builtins.int = ...,
+        pinned_blocks: _builtins.int = ...,
+        expired_leases_total: _builtins.int = ...,
+        external_tokens_total: _builtins.int = ...,
+        failed_transfers_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second", "decode_step_duration", b"decode_step_duration", "prefill_tokens_per_second", b"prefill_tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second", "active_tokens", b"active_tokens", "decode_step_duration", b"decode_step_duration", "engine_steps_total", b"engine_steps_total", "finished_requests_total", b"finished_requests_total", "generated_tokens_total", b"generated_tokens_total", "outstanding_prefill_tokens", b"outstanding_prefill_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "rank", b"rank", "report_number", b"report_number", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second", "active_tokens", b"active_tokens", "decode_step_duration", b"decode_step_duration", "engine_steps_total", b"engine_steps_total", "expired_leases_total", b"expired_leases_total", "external_tokens_total", b"external_tokens_total", "failed_transfers_total", b"failed_transfers_total", "finished_requests_total", b"finished_requests_total", "generated_tokens_total", b"generated_tokens_total", "outstanding_prefill_tokens", b"outstanding_prefill_tokens", "pinned_blocks", b"pinned_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "rank", b"rank", "report_number", b"report_number", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["prefill_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second"]  # noqa: Y015
@@ -521,6 +537,7 @@ class Receipt(_message.Message):
     DECODE_DURATION_FIELD_NUMBER: _builtins.int
     CLAIMED_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    EXTERNAL_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
@@ -533,6 +550,8 @@ class Receipt(_message.Message):
     """
     block_size_tokens: _builtins.int
     """Tokens a block; gives `claimed_blocks` its unit."""
+    external_tokens: _builtins.int
+    """Of `cached_tokens`, the ones whose KV came from another engine for this request."""
     @_builtins.property
     def queue_duration(self) -> _duration_pb2.Duration:
         """From acceptance to the start of the prefill."""
@@ -556,10 +575,11 @@ class Receipt(_message.Message):
         decode_duration: _duration_pb2.Duration | None = ...,
         claimed_blocks: _builtins.int | None = ...,
         block_size_tokens: _builtins.int = ...,
+        external_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_claimed_blocks", b"_claimed_blocks", "claimed_blocks", b"claimed_blocks", "decode_duration", b"decode_duration", "prefill_duration", b"prefill_duration", "queue_duration", b"queue_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_claimed_blocks", b"_claimed_blocks", "block_size_tokens", b"block_size_tokens", "cached_tokens", b"cached_tokens", "claimed_blocks", b"claimed_blocks", "completion_tokens", b"completion_tokens", "decode_duration", b"decode_duration", "prefill_duration", b"prefill_duration", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_claimed_blocks", b"_claimed_blocks", "block_size_tokens", b"block_size_tokens", "cached_tokens", b"cached_tokens", "claimed_blocks", b"claimed_blocks", "completion_tokens", b"completion_tokens", "decode_duration", b"decode_duration", "external_tokens", b"external_tokens", "prefill_duration", b"prefill_duration", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__claimed_blocks: _TypeAlias = _typing.Literal["claimed_blocks"]  # noqa: Y015
     _WhichOneofArgType__claimed_blocks: _TypeAlias = _typing.Literal["_claimed_blocks", b"_claimed_blocks"]  # noqa: Y015
@@ -590,6 +610,8 @@ class DecisionRecord(_message.Message):
     PREDICTED_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_DURATION_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id; begins with the router's name."""
     model: _builtins.str
@@ -612,6 +634,10 @@ class DecisionRecord(_message.Message):
     """Prompt tokens that the chosen target was expected to have in its cache, recent decisions included; absent when
     nobody was chosen. `receipt.cached_tokens` is what was delivered.
     """
+    round: _builtins.str
+    """What the target was wanted for: `prefill` or `decode` of a request that is divided; empty for all of it."""
+    local_prefill_reason: _builtins.str
+    """Why the request was not divided although the model has prefill workers, such as `short`; empty otherwise."""
     @_builtins.property
     def decided_at(self) -> _timestamp_pb2.Timestamp:
         """When the decision was made, by the router's clock."""
@@ -660,10 +686,12 @@ class DecisionRecord(_message.Message):
         predicted_time_to_first_token: _duration_pb2.Duration | None = ...,
         predicted_cached_tokens: _builtins.int | None = ...,
         queue_duration: _duration_pb2.Duration | None = ...,
+        round: _builtins.str = ...,
+        local_prefill_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "_predicted_cached_tokens", b"_predicted_cached_tokens", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_time_to_first_token", b"predicted_time_to_first_token", "queue_duration", b"queue_duration", "receipt", b"receipt", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "_predicted_cached_tokens", b"_predicted_cached_tokens", "attempt", b"attempt", "block_size_tokens", b"block_size_tokens", "candidates", b"candidates", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "model", b"model", "outcome", b"outcome", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_time_to_first_token", b"predicted_time_to_first_token", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "receipt", b"receipt", "request_id", b"request_id", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate", "_predicted_cached_tokens", b"_predicted_cached_tokens", "attempt", b"attempt", "block_size_tokens", b"block_size_tokens", "candidates", b"candidates", "chosen_candidate", b"chosen_candidate", "decided_at", b"decided_at", "decision_duration", b"decision_duration", "local_prefill_reason", b"local_prefill_reason", "model", b"model", "outcome", b"outcome", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_time_to_first_token", b"predicted_time_to_first_token", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "queue_duration", b"queue_duration", "receipt", b"receipt", "request_id", b"request_id", "round", b"round", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chosen_candidate: _TypeAlias = _typing.Literal["chosen_candidate"]  # noqa: Y015
     _WhichOneofArgType__chosen_candidate: _TypeAlias = _typing.Literal["_chosen_candidate", b"_chosen_candidate"]  # noqa: Y015
