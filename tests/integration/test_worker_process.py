@@ -126,3 +126,15 @@ async def test_a_signal_during_the_drain_ends_the_worker_at_once(tmp_path: Path)
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 128 + signal.SIGTERM
             stream.cancel()
+
+
+async def test_rdma_without_a_device_is_said_before_a_socket_is_opened(tmp_path: Path) -> None:
+    """TCP is never taken in its place: the worker ends, whatever its engine, and says which device is missing."""
+    hand_over = {"connector": "NixlConnector", "protocol": "rdma", "rdma_device": "mlx5_7"}
+    for engine in ("sim", "vllm"):
+        async with worker(tmp_path, engine=engine, role="prefill", hand_over=hand_over) as (process, ready):
+            async with asyncio.timeout(SECONDS):
+                _, said = await process.communicate()
+            assert process.returncode != 0
+            assert "needs mlx5_7" in said.decode()
+            assert not ready.exists()

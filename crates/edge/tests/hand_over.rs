@@ -4,7 +4,13 @@
 
 mod support;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use kvist_edge::RouterProcess;
 use kvist_errors::{Code, KvistError, from_status};
@@ -17,6 +23,7 @@ use kvist_proto::{
         router_service_client::RouterServiceClient,
     },
 };
+use kvist_router::RouterSettings;
 use kvist_worker::{HandOverSettings, SimWorkerSettings, TransferFailurePolicy, TransferFault};
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 use support::*;
@@ -48,20 +55,25 @@ fn state(revision: u64, workers: &[&TestWorker]) -> Vec<u8> {
     cluster_state_with(revision, workers, Model { hand_over, ..Model::default() })
 }
 
+/// A router of its own name: workers end the older of two connections of one router.
+#[derive(Clone)]
 struct Mesh {
+    name: String,
     router: Arc<RouterProcess>,
     client: RouterServiceClient<Channel>,
 }
 
 impl Mesh {
     async fn start(workers: &[&TestWorker]) -> Self {
-        let router = RouterProcess::start(settings()).await.unwrap();
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("r{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let router = RouterProcess::start(RouterSettings { name: name.clone(), ..settings() }).await.unwrap();
         assert!(router.apply_cluster_state(&state(1, workers)).unwrap());
         let count = u32::try_from(workers.len()).unwrap();
         until("all targets are ready", || router.status().ready_targets == count).await;
         let address = format!("http://{}", router.addresses().grpc_address);
         let channel = limited(Channel::from_shared(address).unwrap().connect()).await.unwrap();
-        Self { router: Arc::new(router), client: RouterServiceClient::new(channel) }
+        Self { name, router: Arc::new(router), client: RouterServiceClient::new(channel) }
     }
 
     async fn ask(&self, id: &str, prompt: &[u32], max_tokens: u32) -> Streaming<wire::GenerateResponse> {
@@ -96,8 +108,13 @@ impl Mesh {
         read_answer(self.try_ask(id, prompt, max_tokens).await?).await
     }
 
+    /// A request's id as workers see it.
+    fn id(&self, id: &str) -> String {
+        format!("{}-{id}", self.name)
+    }
+
     async fn explain(&self, id: &str) -> Vec<DecisionRecord> {
-        let subject = Some(Subject::RequestId(format!("r1-{id}")));
+        let subject = Some(Subject::RequestId(self.id(id)));
         limited(self.client.clone().explain(wire::ExplainRequest { subject })).await.unwrap().into_inner().decisions
     }
 
@@ -150,7 +167,7 @@ fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
 }
 
 fn is_released(seen: &Seen, id: &str) -> bool {
-    matches!(seen, Seen::Released(lease) if lease.starts_with(&format!("r1-{id}")))
+    matches!(seen, Seen::Released(lease) if lease.contains(&format!("-{id}.")))
 }
 
 /// What a scripted prefill worker sees, until the lease of a request is released.
@@ -318,13 +335,13 @@ async fn a_client_that_leaves_ends_both_halves_whenever_it_leaves() {
     assert!(matches!(submitted, Seen::Submitted(_)), "{submitted:?}");
     drop(stream);
     let seen = seen_until_released(&mut first, "a").await;
-    assert_eq!(vec![Seen::Aborted("r1-a".to_owned(), AbortReason::Cancelled)], seen);
+    assert_eq!(vec![Seen::Aborted(mesh.id("a"), AbortReason::Cancelled)], seen);
     // Between the end of the prefill and the first token.
     first.engine.script(Script::Keep);
     let stream = mesh.ask("b", &prompt(2, 200), 9).await;
     assert!(matches!(second.next().await, Seen::Submitted(_)));
     drop(stream);
-    assert_eq!(Seen::Aborted("r1-b".to_owned(), AbortReason::Cancelled), second.next().await);
+    assert_eq!(Seen::Aborted(mesh.id("b"), AbortReason::Cancelled), second.next().await);
     seen_until_released(&mut first, "b").await;
     // While the answer is generated.
     second.engine.script(Script::Hold("begun"));
@@ -333,7 +350,7 @@ async fn a_client_that_leaves_ends_both_halves_whenever_it_leaves() {
     seen_until_released(&mut first, "c").await;
     assert!(matches!(second.next().await, Seen::Submitted(_)));
     drop(stream);
-    assert_eq!(Seen::Aborted("r1-c".to_owned(), AbortReason::Cancelled), second.next().await);
+    assert_eq!(Seen::Aborted(mesh.id("c"), AbortReason::Cancelled), second.next().await);
     mesh.is_clean().await;
     mesh.metric("kvist_router_hand_overs_total{outcome=\"cancelled\"} 2").await;
     // What each half was asked.
@@ -385,7 +402,7 @@ async fn in_any_order_of_answers_losses_and_clients_that_leave_nothing_stays_pin
     let mesh = Mesh::start(&workers.iter().collect::<Vec<_>>()).await;
     let mut asking = tokio::task::JoinSet::new();
     for seed in 0..12u64 {
-        let mesh = Mesh { router: Arc::clone(&mesh.router), client: mesh.client.clone() };
+        let mesh = mesh.clone();
         asking.spawn(async move {
             let mut chance = StdRng::seed_from_u64(seed);
             for number in 0..20 {

@@ -41,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(doors::access_table, module)?)?;
     module.add_function(wrap_pyfunction!(doors::certificate_expiry, module)?)?;
     module.add_function(wrap_pyfunction!(pure::block_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(pure::check_machine, module)?)?;
     module.add_function(wrap_pyfunction!(pure::check_routing, module)?)?;
     module.add_function(wrap_pyfunction!(pure::check_admission, module)?)?;
     module.add_function(wrap_pyfunction!(pure::digest_hex, module)?)?;

@@ -56,6 +56,13 @@ fn check<T>(what: &str, text: &str, read: fn(&serde_json::Value) -> Result<T, Co
     }
 }
 
+/// Refuses a worker's settings, as JSON text, that this machine cannot honor.
+#[pyfunction]
+pub(crate) fn check_machine(worker_settings: &str) -> PyResult<()> {
+    let settings = kvist_worker::WorkerSettings::from_json(worker_settings);
+    settings.and_then(|settings| settings.check_machine()).map_err(|error| crate::failure::raise(&error))
+}
+
 /// The error catalogue as JSON text.
 #[pyfunction]
 pub(crate) fn error_catalogue() -> String {

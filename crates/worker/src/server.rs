@@ -1,6 +1,6 @@
 //! The worker's process in Rust: sockets, health, reflection, life cycle.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use kvist_doors::{Door, DoorKind, DoorLayer};
 use kvist_errors::{Code, KvistError};
@@ -24,8 +24,6 @@ use crate::{
     worker::{Up, Worker},
 };
 
-/// Where the system lists its devices for remote direct memory access.
-const RDMA_DEVICES: &str = "/sys/class/infiniband";
 const SERVICE: &str = "kvist.engine.v1.EngineService";
 /// How often numbers are sampled and old side streams dropped.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(500);
@@ -85,9 +83,7 @@ impl WorkerServer {
     /// # Errors
     /// The engine cannot run, or an address cannot be listened on.
     pub async fn start(settings: WorkerSettings, engine: Arc<dyn Engine>) -> Result<Self, KvistError> {
-        if let Some(hand_over) = &settings.hand_over {
-            hand_over.check(Path::new(RDMA_DEVICES))?;
-        }
+        settings.check_machine()?;
         let admin_listen = listen_address("admin_listen", &settings.admin_listen)?;
         let grpc_listen = listen_address("grpc_listen", &settings.grpc_listen)?;
         let door = Door::open(&settings.door, DoorKind::Grpc)?;

@@ -1,6 +1,6 @@
 //! What a worker is told at its start.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, path::Path};
 
 use kvist_doors::DoorSettings;
 use kvist_errors::{Code, KvistError};
@@ -8,6 +8,9 @@ use kvist_proto::engine::v1::Role;
 use serde::{Deserialize, Deserializer, de::Error as _};
 
 use crate::{HandOverSettings, SimWorkerSettings};
+
+/// Where the system lists its devices for remote direct memory access.
+const RDMA_DEVICES: &str = "/sys/class/infiniband";
 
 /// Settings of a worker, as JSON.
 #[derive(Clone, Debug, Deserialize)]
@@ -100,6 +103,14 @@ impl WorkerSettings {
             return Err(KvistError::field(Code::InvalidArgument, "model", "must not be empty"));
         }
         Ok(settings)
+    }
+
+    /// Looks for what the machine must have, before an engine is loaded or a socket opened.
+    ///
+    /// # Errors
+    /// `PRECONDITION_FAILED` with what is missing.
+    pub fn check_machine(&self) -> Result<(), KvistError> {
+        self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.check(Path::new(RDMA_DEVICES)))
     }
 
     /// The namespace of block hashes.

@@ -253,6 +253,7 @@ pub(super) fn begin_fetch(
         if fetched.is_err() && policy == TransferFailurePolicy::Fail {
             let error = KvistError::new(Code::KvTransferFailed, "the prompt's KV did not arrive at the decode engine");
             if let Some(job) = state.remove(id) {
+                state.note_end(&job, error.code.name());
                 job.sink.failed(&error.before_start());
             }
         } else {

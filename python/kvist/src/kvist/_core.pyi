@@ -317,6 +317,9 @@ def block_hashes(
 def check_admission(admission: str) -> None:
     """Refuses an admission, as JSON text, that no router would take; names the path of what is wrong."""
 
+def check_machine(worker_settings: str) -> None:
+    """Refuses a worker's settings, as JSON text, that this machine cannot honor."""
+
 def check_routing(routing: str) -> None:
     """Refuses a routing pipeline, as JSON text, that no router would take; says which names there are."""
 

@@ -26,7 +26,13 @@ from kvist.agent.v1.agent_pb2 import (
     WorkerSpec,
     WorkerStatus,
 )
-from kvist.engine.v1.engine_pb2 import WorkerDescription
+from kvist.engine.v1.engine_pb2 import (
+    TRANSFER_FAILURE_POLICY_FAIL,
+    TRANSFER_PROTOCOL_RDMA,
+    TRANSFER_PROTOCOL_TCP,
+    HandOver,
+    WorkerDescription,
+)
 from kvist.errors import KvistError
 from kvist.events.v1.events_pb2 import Tombstone
 from kvist.telemetry import logger
@@ -417,6 +423,19 @@ def worker_settings(spec: WorkerSpec, *, incarnation_floor: int, network: Worker
         "drain_time_limit_ms": spec.drain_time_limit.ToMilliseconds() or int(DEFAULT_DRAIN_SECONDS * 1000),
         "engine": spec.engine,
         "engine_arguments": json_format.MessageToDict(spec.engine_arguments),
+        "hand_over": _hand_over_settings(spec.hand_over) if spec.HasField("hand_over") else None,
+    }
+
+
+def _hand_over_settings(hand_over: HandOver) -> dict[str, Any]:
+    """How KV is handed over, as a worker's settings say it."""
+    return {
+        "connector": hand_over.connector,
+        "protocol": {TRANSFER_PROTOCOL_RDMA: "rdma", TRANSFER_PROTOCOL_TCP: "tcp"}.get(hand_over.protocol),
+        "shared_folder": hand_over.shared_folder,
+        "rdma_device": hand_over.rdma_device,
+        "lease_ms": hand_over.lease_duration.ToMilliseconds(),
+        "on_failure": "fail" if hand_over.on_failure == TRANSFER_FAILURE_POLICY_FAIL else "recompute",
     }
 
 

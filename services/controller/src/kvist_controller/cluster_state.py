@@ -6,17 +6,18 @@ from google.protobuf import json_format
 
 from kvist.agent.v1.agent_pb2 import WORKER_PHASE_DRAINING, WORKER_PHASE_READY, AttachedEngine
 from kvist.controller.v1.controller_pb2 import AttachedEntry, ClusterState, DeadIncarnation, Model, Pool, WorkerEntry
-from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
 from kvist.router.v1.router_pb2 import TRANSPORT_GRPC, Target
+from kvist_controller.hand_over import group_of
+from kvist_controller.pools import PoolSpec
 from kvist_controller.records import NodeRecord, ServiceRecord, SlotRecord
 from kvist_controller.resources import ModelServiceSpec, parse_model_service
 from kvist_controller.revision import pool_revision
 from kvist_controller.verdict import PoolContract
 
 
-def pool_uid(service_uid: str) -> str:
-    """UID of the one pool that a model service has."""
-    return f"{service_uid}-aggregate"
+def pool_uid(service_uid: str, pool: str) -> str:
+    """UID of a pool of a model service."""
+    return f"{service_uid}-{pool}"
 
 
 def stored_spec(service: ServiceRecord) -> ModelServiceSpec:
@@ -71,22 +72,12 @@ def build_cluster_state(
 
 def _model(service: ServiceRecord, contracts: Mapping[tuple[str, str], PoolContract]) -> Model:
     spec = stored_spec(service)
-    uid, revision = pool_uid(service.uid), pool_revision(spec)
-    contract = contracts.get((uid, revision), PoolContract())
     model = Model(
         name=spec.model,
         uid=service.uid,
         aliases=spec.aliases,
-        pools=[
-            Pool(
-                uid=uid,
-                role=ROLE_AGGREGATE,
-                revision=revision,
-                tokenizer_digest=contract.tokenizer_digest or "",
-                hash_unit_tokens=contract.hash_unit_tokens or 0,
-                replicas=spec.replicas,
-            )
-        ],
+        pools=[_pool(service, spec, pool, contracts) for pool in spec.all_pools],
+        hand_over=spec.hand_over,
         deleting=service.deleted_at_unix_nanos is not None,
         tool_parser=spec.tool_parser or "",
         reasoning_parser=spec.reasoning_parser or "",
@@ -99,6 +90,25 @@ def _model(service: ServiceRecord, contracts: Mapping[tuple[str, str], PoolContr
         json_format.ParseDict(spec.admission, model.admission.struct_value)
     model.created_at.FromNanoseconds(service.created_at_unix_nanos)
     return model
+
+
+def _pool(
+    service: ServiceRecord,
+    spec: ModelServiceSpec,
+    pool: PoolSpec,
+    contracts: Mapping[tuple[str, str], PoolContract],
+) -> Pool:
+    uid, revision = pool_uid(service.uid, pool.name), pool_revision(spec, pool)
+    contract = contracts.get((uid, revision), PoolContract())
+    return Pool(
+        uid=uid,
+        role=pool.wire_role,
+        revision=revision,
+        tokenizer_digest=contract.tokenizer_digest or "",
+        hash_unit_tokens=contract.hash_unit_tokens or 0,
+        replicas=pool.replicas,
+        name=pool.name,
+    )
 
 
 def _worker(slot: SlotRecord, node: NodeRecord | None) -> WorkerEntry:
@@ -115,6 +125,7 @@ def _worker(slot: SlotRecord, node: NodeRecord | None) -> WorkerEntry:
             role=slot.spec.role,
             pool_uid=slot.spec.pool_uid,
             pool_revision=slot.spec.pool_revision,
+            group=group_of(slot.service_uid, description),
         ),
         model=slot.spec.model,
         incarnation=description.incarnation,

@@ -16,7 +16,6 @@ from typing import Any
 from kvist.agent.v1.agent_pb2 import AttachedEngine, NodeLoad, WorkerSpec, WorkerStatus
 from kvist.changes import Changes
 from kvist.controller.v1.controller_pb2 import AgentHello, ClusterState, NodeEntry, WorkerVerdict
-from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE
 from kvist.errors import ConflictError, KvistError, NotFoundError, UnavailableError, error, invalid_field
 from kvist.store import Delete, Put, StateStore, StoreError, StoreFullError, StoreRestoredError
 from kvist.store.batches import split_batches
@@ -26,13 +25,14 @@ from kvist_controller.cluster_state import build_cluster_state, is_usable, pool_
 from kvist_controller.fleet import DEATH_RETENTION_SECONDS, Death, Fleet, status_with_verdict
 from kvist_controller.placement import SlotView, plan
 from kvist_controller.plain import to_struct
+from kvist_controller.pools import PoolSpec
 from kvist_controller.presence import Presence, PresenceTimes
 from kvist_controller.published import PublishedState
 from kvist_controller.records import Keys, NodeRecord, ServiceRecord, SlotRecord, decode_contract
 from kvist_controller.resources import INVALID_MANIFEST, MODEL_SERVICE_KIND, ModelServiceSpec
 from kvist_controller.revision import pool_revision
 from kvist_controller.silence import Silence, Suspect
-from kvist_controller.status import Observation, build_status
+from kvist_controller.status import Observation, PoolObservation, build_status
 from kvist_controller.verdict import PoolContract
 
 TICK_SECONDS = 0.5
@@ -374,45 +374,69 @@ class Controller:
 
     def _reconcile_service(self, service: ServiceRecord, *, silent: frozenset[str], now_seconds: float) -> None:
         spec = stored_spec(service)
-        revision = pool_revision(spec)
         is_deleting = service.deleted_at_unix_nanos is not None
-        desired = 0 if is_deleting else spec.replicas
         fleet = self._fleet
-        self._fix_contract(service, spec, revision)
         for slot in fleet.slots_of(service.uid):
             if slot.is_draining and self._presence.is_lost(slot.node_uid, now_seconds=now_seconds):
                 # Nobody is left who could say that it has ended; its node is told to end it should it come back.
                 fleet.drop_slot(slot.uid)
-            elif slot.spec.pool_revision == revision:
-                fleet.put_slot(replace(slot, spec=self._worker_spec(service, spec, slot.uid)))
-        dead = fleet.dead_incarnations()
-        slots = [
-            self._slot_view(slot, silent=silent, dead=dead, now_seconds=now_seconds)
-            for slot in fleet.slots_of(service.uid)
+        observed = [
+            self._reconcile_pool(service, spec, pool, is_deleting=is_deleting, silent=silent, now_seconds=now_seconds)
+            for pool in spec.all_pools
         ]
-        steps = plan(
-            desired=desired,
-            revision=revision,
-            engine=spec.engine.name,
-            slots=slots,
-            nodes=fleet.node_views(now_seconds=now_seconds),
-        )
-        for uid in steps.drain:
-            fleet.put_slot(replace(fleet.slots[uid], is_draining=True))
-            _log.info("slot_draining", worker_uid=uid, service=service.name)
-        for new in steps.create:
-            uid = f"{service.name}-{secrets.token_hex(_SLOT_TOKEN_BYTES)}-{new.ordinal}"
-            worker_spec = self._worker_spec(service, spec, uid)
-            fleet.put_slot(SlotRecord(service.uid, new.ordinal, new.node_uid, worker_spec))
-            _log.info("slot_placed", worker_uid=uid, service=service.name, node_uid=new.node_uid)
+        self._drain_former_pools(service, spec, is_replaced=is_deleting or all(pool.is_served for pool in observed))
         remaining = fleet.slots_of(service.uid)
         if is_deleting and not remaining:
             del self.services[service.name]
             fleet.pending[self._keys.resource(MODEL_SERVICE_KIND, service.name)] = None
             _log.info("service_deleted", service=service.name)
             return
-        self._state_status(
-            service, remaining, silent=silent, desired=desired, revision=revision, unplaced=steps.unplaced
+        self._state_status(service, remaining, observed, silent=silent)
+
+    def _reconcile_pool(
+        self,
+        service: ServiceRecord,
+        spec: ModelServiceSpec,
+        pool: PoolSpec,
+        *,
+        is_deleting: bool,
+        silent: frozenset[str],
+        now_seconds: float,
+    ) -> PoolObservation:
+        revision = pool_revision(spec, pool)
+        uid = pool_uid(service.uid, pool.name)
+        desired = 0 if is_deleting else pool.replicas
+        fleet = self._fleet
+        self._fix_contract(uid, spec, revision)
+        own = [slot for slot in fleet.slots_of(service.uid) if slot.spec.pool_uid == uid]
+        for slot in own:
+            if slot.spec.pool_revision == revision:
+                fleet.put_slot(replace(slot, spec=self._worker_spec(service, spec, pool, slot.uid)))
+        dead = fleet.dead_incarnations()
+        views = [self._slot_view(slot, silent=silent, dead=dead, now_seconds=now_seconds) for slot in own]
+        steps = plan(
+            desired=desired,
+            revision=revision,
+            engine=spec.engine.name,
+            slots=views,
+            nodes=fleet.node_views(now_seconds=now_seconds),
+        )
+        for slot_uid in steps.drain:
+            fleet.put_slot(replace(fleet.slots[slot_uid], is_draining=True))
+            _log.info("slot_draining", worker_uid=slot_uid, service=service.name)
+        for new in steps.create:
+            slot_uid = f"{service.name}-{secrets.token_hex(_SLOT_TOKEN_BYTES)}-{new.ordinal}"
+            worker_spec = self._worker_spec(service, spec, pool, slot_uid)
+            fleet.put_slot(SlotRecord(service.uid, new.ordinal, new.node_uid, worker_spec))
+            _log.info("slot_placed", worker_uid=slot_uid, service=service.name, node_uid=new.node_uid)
+        ready = [view for view in views if view.is_ready and not view.is_draining and view.uid not in steps.drain]
+        return PoolObservation(
+            name=pool.name,
+            role=pool.role,
+            desired=desired,
+            ready=len(ready),
+            updated_ready=sum(view.revision == revision for view in ready),
+            unplaced=steps.unplaced,
         )
 
     def _slot_view(
@@ -427,9 +451,19 @@ class Controller:
         view = self._fleet.slot_view(slot, is_ready=is_ready, now_seconds=now_seconds)
         return replace(view, is_lost=view.is_lost and not is_ready)
 
-    def _fix_contract(self, service: ServiceRecord, spec: ModelServiceSpec, revision: str) -> None:
+    def _drain_former_pools(self, service: ServiceRecord, spec: ModelServiceSpec, *, is_replaced: bool) -> None:
+        """Workers of pools that the resource has no more serve until those that it has can."""
+        if not is_replaced:
+            return
+        present = {pool_uid(service.uid, pool.name) for pool in spec.all_pools}
+        for slot in self._fleet.slots_of(service.uid):
+            if slot.spec.pool_uid not in present and not slot.is_draining:
+                self._fleet.put_slot(replace(slot, is_draining=True))
+                _log.info("slot_draining", worker_uid=slot.uid, service=service.name)
+
+    def _fix_contract(self, uid: str, spec: ModelServiceSpec, revision: str) -> None:
         """A resource may pin what else the first accepted worker fixes."""
-        key = (pool_uid(service.uid), revision)
+        key = (uid, revision)
         pinned = PoolContract(tokenizer_digest=spec.tokenizer_digest, hash_unit_tokens=spec.hash_unit_tokens)
         if key not in self._fleet.contracts and pinned != PoolContract():
             self._fleet.put_contract(*key, pinned)
@@ -438,23 +472,22 @@ class Controller:
         self,
         service: ServiceRecord,
         slots: Sequence[SlotRecord],
+        pools: Sequence[PoolObservation],
         *,
         silent: frozenset[str],
-        desired: int,
-        revision: str,
-        unplaced: int,
     ) -> None:
         dead = self._fleet.dead_incarnations()
         active = [slot for slot in slots if not slot.is_draining]
         ready = [slot for slot in active if slot.uid not in silent and is_usable(slot, dead)]
         observed = Observation(
             generation=service.generation,
-            desired=desired,
+            desired=sum(pool.desired for pool in pools),
             active=len(active),
             ready=len(ready),
-            updated_ready=sum(slot.spec.pool_revision == revision for slot in ready),
+            updated_ready=sum(pool.updated_ready for pool in pools),
             draining=len(slots) - len(active),
-            unplaced=unplaced,
+            unplaced=sum(pool.unplaced for pool in pools),
+            pools=tuple(pools),
             problems=tuple(
                 f"{slot.uid}: {message}"
                 for slot in sorted(active, key=lambda slot: slot.ordinal)
@@ -466,15 +499,18 @@ class Controller:
         if status != service.status:
             self._remember_service(replace(service, status=status))
 
-    def _worker_spec(self, service: ServiceRecord, spec: ModelServiceSpec, worker_uid: str) -> WorkerSpec:
+    def _worker_spec(
+        self, service: ServiceRecord, spec: ModelServiceSpec, pool: PoolSpec, worker_uid: str
+    ) -> WorkerSpec:
         worker = WorkerSpec(
             worker_uid=worker_uid,
             model=spec.model,
             engine=spec.engine.name,
-            engine_arguments=to_struct(spec.engine.arguments),
-            pool_uid=pool_uid(service.uid),
-            pool_revision=pool_revision(spec),
-            role=ROLE_AGGREGATE,
+            engine_arguments=to_struct(spec.arguments_of(pool)),
+            pool_uid=pool_uid(service.uid, pool.name),
+            pool_revision=pool_revision(spec, pool),
+            role=pool.wire_role,
+            hand_over=spec.hand_over,
             hash_seed=self.hash_seed,
         )
         worker.drain_time_limit.FromNanoseconds(int(spec.drain_timeout * 1e9))
@@ -483,7 +519,12 @@ class Controller:
 
     def _prune(self, *, now_seconds: float) -> None:
         fleet = self._fleet
-        present = {(pool_uid(service.uid), pool_revision(stored_spec(service))) for service in self.services.values()}
+        present = {
+            (pool_uid(service.uid, pool.name), pool_revision(spec, pool))
+            for service in self.services.values()
+            for spec in (stored_spec(service),)
+            for pool in spec.all_pools
+        }
         used = present | {(slot.spec.pool_uid, slot.spec.pool_revision) for slot in fleet.slots.values()}
         for pool, revision in [key for key in fleet.contracts if key not in used]:
             fleet.drop_contract(pool, revision)

@@ -6,38 +6,24 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import BaseModel, Field, StringConstraints, ValidationError, model_validator
 
 from kvist import _core
+from kvist.engine.v1.engine_pb2 import HandOver
 from kvist.errors import FieldViolation, from_core, invalid
+from kvist_controller.pools import MAX_POOLS, MAX_REPLICAS, KvTransferSpec, PoolSpec, problems
+from kvist_controller.section import DurationSeconds, Section, seconds_to_text
 
 API_VERSION = "kvist.dev/v1alpha1"
 MODEL_SERVICE_KIND = "ModelService"
 KINDS = (MODEL_SERVICE_KIND,)
 INVALID_MANIFEST = "INVALID_MANIFEST"
-MAX_REPLICAS = 1_000
 NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
-_DURATION_PATTERN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>ms|s|m|h)")
-_SECONDS_BY_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 # Below this likeness a suggestion confuses more than it helps.
 _SUGGESTION_CUTOFF = 0.6
 
 
-def _seconds_from_text(value: object) -> object:
-    """Turns `1m30s`-style single-unit durations such as `90s` into seconds."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("must be a duration such as 30s, 500ms or 2m")  # noqa: TRY004 - pydantic collects ValueError alone.
-    if isinstance(value, int | float):
-        return float(value)
-    match = _DURATION_PATTERN.fullmatch(value.strip())
-    if match is None:
-        raise ValueError("must be a duration such as 30s, 500ms or 2m")
-    return float(match["number"]) * _SECONDS_BY_UNIT[match["unit"]]
-
-
-DurationSeconds = Annotated[float, BeforeValidator(_seconds_from_text), Field(ge=0, le=86_400)]
 # What clients say; no white space and no control characters, since it travels in headers, logs and metrics.
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$")]
 
@@ -49,13 +35,7 @@ ToolParser = Literal[
 ReasoningParser = Literal["none", "qwen3", "deepseek_r1", "mistral", "gpt_oss", "kimi", "seed_oss"]
 
 
-class _Section(BaseModel):
-    """Base of all parts of a specification: camel case outside, unknown fields refused."""
-
-    model_config = ConfigDict(alias_generator=to_camel, extra="forbid", frozen=True)
-
-
-class EngineSpec(_Section):
+class EngineSpec(Section):
     """Which engine computes, and its arguments."""
 
     name: Literal["attached", "llamacpp", "sim", "vllm"]
@@ -63,7 +43,7 @@ class EngineSpec(_Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class ModelServiceSpec(_Section):
+class ModelServiceSpec(Section):
     """What a model service shall be."""
 
     model: ModelName
@@ -71,6 +51,9 @@ class ModelServiceSpec(_Section):
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
     aliases: tuple[ModelName, ...] = ()
     role: Literal["aggregate"] = "aggregate"
+    pools: Annotated[tuple[PoolSpec, ...], Field(max_length=MAX_POOLS)] = ()
+    """None: one pool of the role above with the replicas above."""
+    kv_transfer: KvTransferSpec | None = None
     drain_timeout: DurationSeconds = 30.0
     startup_timeout: Annotated[DurationSeconds, Field(gt=0)] = 600.0
     tokenizer_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -90,6 +73,31 @@ class ModelServiceSpec(_Section):
             raise ValueError("a name is given more than once")
         return self
 
+    @model_validator(mode="after")
+    def _replicas_are_said_once(self) -> Self:
+        if self.pools and self.replicas != 1:
+            raise ValueError("replicas are those of each pool where there are pools")
+        return self
+
+    @property
+    def all_pools(self) -> tuple[PoolSpec, ...]:
+        """The pools, the one that nobody wrote included."""
+        return self.pools or (PoolSpec(name=self.role, role=self.role, replicas=self.replicas),)
+
+    @property
+    def total_replicas(self) -> int:
+        """Replicas of all pools."""
+        return sum(pool.replicas for pool in self.all_pools)
+
+    def arguments_of(self, pool: PoolSpec) -> Mapping[str, Any]:
+        """What the engines of a pool are started with."""
+        return self.engine.arguments if pool.engine_args is None else pool.engine_args
+
+    @property
+    def hand_over(self) -> HandOver | None:
+        """How KV is handed over; none where it is not."""
+        return None if self.kv_transfer is None else self.kv_transfer.to_wire()
+
     @property
     def served_names(self) -> tuple[str, ...]:
         """All names that clients may say."""
@@ -98,8 +106,12 @@ class ModelServiceSpec(_Section):
     def to_plain(self) -> dict[str, Any]:
         """The specification with all defaults, as it is stored and shown."""
         plain = self.model_dump(by_alias=True, mode="json", exclude_none=True)
-        plain["drainTimeout"] = _seconds_to_text(self.drain_timeout)
-        plain["startupTimeout"] = _seconds_to_text(self.startup_timeout)
+        plain["drainTimeout"] = seconds_to_text(self.drain_timeout)
+        plain["startupTimeout"] = seconds_to_text(self.startup_timeout)
+        if not self.pools:
+            del plain["pools"]
+        if self.kv_transfer is not None:
+            plain["kvTransfer"]["lease"] = seconds_to_text(self.kv_transfer.lease)
         return plain
 
 
@@ -137,6 +149,12 @@ def parse_model_service(spec: Mapping[str, Any], *, name: str) -> ModelServiceSp
     except ValidationError as error:
         violations += [_violation(dict(one), ModelServiceSpec) for one in error.errors()]
         raise invalid(violations, code=INVALID_MANIFEST) from None
+    violations += [
+        FieldViolation(f"spec.{field}", why)
+        for field, why in problems(
+            checked.pools, checked.kv_transfer, engine=checked.engine.name, arguments=checked.engine.arguments
+        )
+    ]
     if violations:
         raise invalid(violations, code=INVALID_MANIFEST)
     return checked
@@ -201,7 +219,3 @@ def _suggestion(word: str, choices: tuple[str, ...]) -> str:
     by_folded = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(word.lower().replace("_", ""), by_folded, n=1, cutoff=_SUGGESTION_CUTOFF)
     return f", did you mean {by_folded[close[0]]!r}?" if close else ""
-
-
-def _seconds_to_text(seconds: float) -> str:
-    return f"{seconds:.0f}s" if seconds == int(seconds) else f"{seconds * 1000:.0f}ms"

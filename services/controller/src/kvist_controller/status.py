@@ -6,6 +6,32 @@ from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolObservation:
+    """What is true of one pool.
+
+    Attributes:
+        name: Its name within the service.
+        role: What its workers do.
+        desired: Wanted replicas.
+        ready: Workers that routers may use and that are not draining.
+        updated_ready: Those of the present revision.
+        unplaced: Replicas that no node can take.
+    """
+
+    name: str
+    role: str
+    desired: int
+    ready: int
+    updated_ready: int
+    unplaced: int
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it does what it is there for."""
+        return self.updated_ready >= self.desired
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What is true of a model service at one moment.
@@ -20,6 +46,7 @@ class Observation:
         unplaced: Replicas that no node can take.
         problems: Why workers are not ready, each for people.
         is_deleting: Whether the resource's deletion was asked for.
+        pools: Each of its pools.
     """
 
     generation: int
@@ -31,6 +58,7 @@ class Observation:
     unplaced: int
     problems: tuple[str, ...] = ()
     is_deleting: bool = False
+    pools: tuple[PoolObservation, ...] = ()
 
 
 def build_status(observed: Observation, *, previous: Mapping[str, Any], now_unix_seconds: float) -> dict[str, Any]:
@@ -54,7 +82,8 @@ def build_status(observed: Observation, *, previous: Mapping[str, Any], now_unix
         }
 
     message = _message(observed)
-    is_ready = observed.ready >= observed.desired and not observed.is_deleting
+    has_enough = observed.ready >= observed.desired and all(pool.ready >= pool.desired for pool in observed.pools)
+    is_ready = has_enough and not observed.is_deleting
     return {
         "observedGeneration": observed.generation,
         "replicas": {
@@ -64,6 +93,10 @@ def build_status(observed: Observation, *, previous: Mapping[str, Any], now_unix
             "updated": observed.updated_ready,
             "draining": observed.draining,
         },
+        "pools": [
+            {"name": pool.name, "role": pool.role, "desired": pool.desired, "ready": pool.ready}
+            for pool in observed.pools
+        ],
         "message": message,
         "conditions": [
             condition("Ready", is_true=is_ready, reason=_ready_reason(observed, is_ready=is_ready), message=message),
@@ -99,6 +132,8 @@ def _progress(observed: Observation) -> str:
 
 def _message(observed: Observation) -> str:
     parts = [f"{observed.ready} of {observed.desired} replicas ready"]
+    if len(observed.pools) > 1:
+        parts[0] += f" ({', '.join(f'{pool.name} {pool.ready}/{pool.desired}' for pool in observed.pools)})"
     if observed.ready > observed.updated_ready:
         parts.append(f"{observed.ready - observed.updated_ready} of an older revision")
     if observed.unplaced:

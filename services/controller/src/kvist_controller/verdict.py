@@ -6,7 +6,7 @@ A worker that does not fit is refused loudly: overlap that is silently zero is t
 from dataclasses import dataclass, replace
 
 from kvist.agent.v1.agent_pb2 import WorkerSpec
-from kvist.engine.v1.engine_pb2 import WorkerDescription
+from kvist.engine.v1.engine_pb2 import ROLE_AGGREGATE, ROLE_DECODE, ROLE_PREFILL, Role, WorkerDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,12 @@ def _reasons(description: WorkerDescription, *, spec: WorkerSpec, hash_seed: int
         reasons.append(f"it runs engine {description.engine!r}, the pool wants {spec.engine!r}")
     if description.pool_revision != spec.pool_revision:
         reasons.append(f"it was started for revision {description.pool_revision!r}, not {spec.pool_revision!r}")
+    # A role that is not stated is that of an aggregate.
+    wanted, stated = (role or ROLE_AGGREGATE for role in (spec.role, description.role))
+    if stated != wanted:
+        reasons.append(f"it was started as {Role.Name(stated)}, the pool is {Role.Name(wanted)}")
+    if spec.role in {ROLE_PREFILL, ROLE_DECODE} and not description.capabilities.kv_transfer:
+        reasons.append("it can hand no KV over, which its pool is for")
     if description.hash_seed != hash_seed:
         reasons.append("its block hashes have another seed than the cluster's")
     if description.incarnation == 0:

@@ -65,7 +65,9 @@ def run(settings: WorkerSettings, *, ready_path: Path | None) -> None:
                 return calls.submit(function).result()
 
             with errors.core_errors():
-                engine = call(lambda: engines.create(settings.engine, settings.engine_arguments))
+                # Before an engine is loaded, which takes minutes.
+                _core.check_machine(settings.core_json())
+                engine = call(lambda: engines.create(settings.engine, settings.engine_arguments, settings.hand_over))
                 server = _core.WorkerServer(runtime, settings.core_json(), engine)
                 addresses = json.loads(call(server.start))
             stop.is_started = True

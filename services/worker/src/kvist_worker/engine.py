@@ -38,6 +38,23 @@ class EngineCapabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """What two engines must agree on to hand KV to each other.
+
+    Attributes:
+        connector: What moves it.
+        tensor_parallel_size: Devices over which each layer is divided.
+        prefill_context_parallel_size: Devices that share the context while a prompt is computed.
+        decode_context_parallel_size: Devices that share the context while tokens are generated.
+    """
+
+    connector: str
+    tensor_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
     """What an engine is; constant from before its start.
 
@@ -59,6 +76,7 @@ class EngineDescription:
         eos_token: Text of the token that ends a sequence; empty when none.
         add_bos: Whether plain prompts get the beginning token in front.
         eos_token_ids: Tokens that end generation.
+        kv_layout: How its KV lies and is handed over; none for an engine that hands nothing over.
     """
 
     engine: str
@@ -78,6 +96,7 @@ class EngineDescription:
     eos_token: str = ""
     add_bos: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    kv_layout: KvLayout | None = None
 
     def to_json(self) -> str:
         """The form the core reads."""

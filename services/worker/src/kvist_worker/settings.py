@@ -3,11 +3,30 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from kvist.settings import DoorSettings, TelemetrySettings
 
 _UINT64_MAX = 2**64 - 1
+
+
+class HandOverSettings(BaseModel):
+    """How KV is handed over between engines; see `crates/worker/src/hand_over.rs`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connector: str = "sim"
+    """The connector, such as `NixlConnector`; `sim` for the simulated engine."""
+    protocol: Literal["rdma", "tcp"] | None = None
+    """What carries the KV; none where the connector goes through files."""
+    shared_folder: str = ""
+    """Folder that all engines of the model share, for connectors that go through files."""
+    rdma_device: str = ""
+    """Device of the RDMA network; empty for any."""
+    lease_ms: int = Field(default=30_000, ge=1)
+    """Milliseconds for which a prefill engine keeps blocks for a decode engine that does not come."""
+    on_failure: Literal["recompute", "fail"] = "recompute"
+    """What a decode engine does when the KV does not arrive."""
 
 
 class WorkerSettings(DoorSettings):
@@ -45,6 +64,8 @@ class WorkerSettings(DoorSettings):
     """Which engine."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine, checked by its adapter."""
+    hand_over: HandOverSettings | None = None
+    """How KV is handed over; none for a worker that computes prompts and answers alone."""
     runtime_threads: int = Field(default=2, ge=1, le=64)
     """Threads of the server."""
     telemetry: TelemetrySettings = TelemetrySettings()

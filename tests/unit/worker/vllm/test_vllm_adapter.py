@@ -310,6 +310,10 @@ def test_a_report_of_what_is_held_cannot_be_asked_for(start: Callable[..., Stubb
 def test_parameters_of_a_hand_over_go_both_ways(start: Callable[..., Stubbed]) -> None:
     stubbed = start(**{"kv-transfer-config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}})
     assert stubbed.description["capabilities"]["kv_transfer"]
+    assert stubbed.description["kv_layout"] == {
+        "connector": "ExampleConnector", "tensor_parallel_size": 1, "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }  # fmt: skip
     transfer = engine_pb2.KvTransferParameters(connector="ExampleConnector", lease_id="l-1")
     transfer.parameters.update({"do_remote_decode": True, "remote_port": 5600})
     finished = stubbed.submit(100, kv_transfer=transfer).end()
@@ -317,6 +321,12 @@ def test_parameters_of_a_hand_over_go_both_ways(start: Callable[..., Stubbed]) -
     assert call.sampling.extra_args == {"kv_transfer_params": {"do_remote_decode": True, "remote_port": 5600}}
     assert (finished.kv_transfer.connector, finished.kv_transfer.lease_id) == ("ExampleConnector", "l-1")
     assert [list(ids) for ids in finished.kv_transfer.parameters["remote_block_ids"]] == [[1, 2]]
+
+
+def test_files_that_are_named_by_tokens_alone_are_kept_from_salted_requests(start: Callable[..., Stubbed]) -> None:
+    stubbed = start(**{"kv-transfer-config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}})
+    code, _, not_started, wrong = stubbed.submit(100, cache_salt="s").end()
+    assert (code, not_started, wrong[0][0]) == ("UNSUPPORTED_FIELD", True, "cache_salt")
 
 
 def test_a_reset_is_told_before_it_is_done(start: Callable[..., Stubbed]) -> None:

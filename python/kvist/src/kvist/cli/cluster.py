@@ -26,7 +26,7 @@ from kvist.embedded.layout import ClusterRecord, Layout
 from kvist.embedded.observe import Observation, Observer
 from kvist.embedded.process import ChildFailedError
 from kvist.embedded.spec import MODEL_BY_ENGINE, ClusterSpec
-from kvist.embedded.view import lines_to_copy, phase_name, render, state_name
+from kvist.embedded.view import lines_to_copy, phase_name, render, role_name, state_name
 from kvist.engines.environment import NAMES as INSTALLABLE
 
 STOP_TIME_LIMIT_SECONDS = 90.0
@@ -244,6 +244,7 @@ def status_document(record: ClusterRecord, seen: Observation) -> dict[str, Any]:
                 "worker_uid": worker.spec.worker_uid,
                 "model": worker.spec.model,
                 "engine": worker.spec.engine,
+                "role": role_name(worker.spec.role),
                 "phase": phase_name(worker.phase),
                 "message": worker.message,
                 "address": worker.address,

@@ -25,6 +25,7 @@ from kvist.cli.connection import (
 from kvist.cli.output import Output, OutputOption, print_json, print_table, print_yaml
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
+from kvist.embedded.view import role_name
 from kvist.errors import KvistError
 from kvist.manifest import read_manifests, to_document
 
@@ -212,6 +213,7 @@ def print_workers(workers: list[tuple[pb.NodeEntry, WorkerStatus]], output: Outp
                 worker.spec.worker_uid,
                 worker.spec.model,
                 worker.spec.engine,
+                role_name(worker.spec.role),
                 WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_"),
                 str(worker.restarts),
                 node.inventory.name,
@@ -220,7 +222,7 @@ def print_workers(workers: list[tuple[pb.NodeEntry, WorkerStatus]], output: Outp
             )
             for node, worker in workers
         ]
-        print_table(("worker", "model", "engine", "phase", "restarts", "node", "address", "message"), rows)
+        print_table(("worker", "model", "engine", "role", "phase", "restarts", "node", "address", "message"), rows)
 
 
 def print_nodes(nodes: list[pb.NodeEntry], output: Output) -> None:

@@ -52,7 +52,7 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
     """One decision: what was asked, all candidates, and what came of it."""
     typer.echo(
         f"{decision.model}: {decision.prompt_tokens} prompt tokens, {decision.prompt_blocks} usable blocks of "
-        f"{decision.block_size_tokens}; policy {decision.policy}, attempt {decision.attempt}"
+        f"{decision.block_size_tokens}; policy {decision.policy}, attempt {decision.attempt}{part(decision)}"
     )
     rows = []
     for position, candidate in enumerate(decision.candidates):
@@ -78,6 +78,20 @@ def print_decision(decision: events_pb2.DecisionRecord) -> None:
         if decision.HasField("predicted_cached_tokens"):
             outcome += f", expected {decision.predicted_cached_tokens}"
         typer.echo(outcome + first_token(decision) + wait(decision))
+
+
+def part(decision: events_pb2.DecisionRecord) -> str:
+    """Which part of a divided request this is, or why it was not divided."""
+    if decision.round:
+        return f"; {decision.round} of a divided request"
+    reasons = {
+        "short": "too little of the prompt is uncached",
+        "no_prefill": "no prefill worker takes requests",
+        "no_pair": "no prefill worker can hand over to a decode worker",
+        "not_asked": "it is another gateway's",
+    }
+    reason = decision.local_prefill_reason
+    return f"; not divided: {reasons.get(reason, reason)}" if reason else ""
 
 
 def wait(decision: events_pb2.DecisionRecord) -> str:

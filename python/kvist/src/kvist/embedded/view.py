@@ -10,6 +10,7 @@ from rich.text import Text
 from kvist.agent.v1.agent_pb2 import WorkerPhase
 from kvist.embedded.layout import ClusterRecord
 from kvist.embedded.observe import Observation
+from kvist.engine.v1.engine_pb2 import Role
 from kvist.events.v1.events_pb2 import SourceState
 from kvist.router.v1.router_pb2 import SourceStatus, TargetStatus
 
@@ -63,6 +64,7 @@ def workers_table(seen: Observation) -> Table:
         "worker",
         "model",
         "engine",
+        "role",
         "phase",
         "id",
         "restarts",
@@ -83,6 +85,7 @@ def workers_table(seen: Observation) -> Table:
             uid,
             worker.spec.model,
             worker.spec.engine,
+            role_name(worker.spec.role),
             Text(phase, style=_WORKER_STYLES.get(phase, "yellow")),
             str(worker.process_id or ""),
             str(worker.restarts),
@@ -92,6 +95,11 @@ def workers_table(seen: Observation) -> Table:
             str(sum(tier.block_count for tier in source.tiers)) if source else "",
         )
     return table
+
+
+def role_name(role: Role.ValueType) -> str:
+    """What a worker is for, as people say it."""
+    return Role.Name(role).removeprefix("ROLE_").lower() if role else "aggregate"
 
 
 def unaware_lines(seen: Observation) -> list[str]:

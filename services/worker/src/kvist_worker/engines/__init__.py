@@ -7,11 +7,12 @@ from pydantic import ValidationError
 
 from kvist.errors import FieldViolation, error, invalid, invalid_field
 from kvist_worker.engine import EngineAdapter
+from kvist_worker.settings import HandOverSettings
 
 NAMES = ("attached", "llamacpp", "sim", "vllm")
 
 
-def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
+def create(name: str, arguments: Mapping[str, Any], hand_over: HandOverSettings | None = None) -> EngineAdapter | None:
     """The adapter of an engine; none for those that the core brings: the simulated one and servers that run already.
 
     Raises:
@@ -48,6 +49,6 @@ def create(name: str, arguments: Mapping[str, Any]) -> EngineAdapter | None:
                 raise error(
                     "NOT_IMPLEMENTED", f"vLLM cannot be imported ({failure}): kvist engine install vllm --cpu or --cuda"
                 ) from failure
-            return VllmEngine(binding.VllmBinding(binding.read_arguments(arguments)))
+            return VllmEngine(binding.VllmBinding(binding.read_arguments(arguments, hand_over)))
         case _:
             raise invalid_field("engine", f"must be one of {', '.join(NAMES)}")

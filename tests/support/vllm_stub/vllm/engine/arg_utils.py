@@ -77,7 +77,7 @@ class AsyncEngineArgs:
                 decode_context_parallel_size=self.decode_context_parallel_size,
             ),
             kv_events_config=self.kv_events_config,
-            kv_transfer_config=self.kv_transfer_config,
+            kv_transfer_config=None if self.kv_transfer_config is None else SimpleNamespace(**self.kv_transfer_config),
             lora_config=object() if self.enable_lora else None,
             observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )

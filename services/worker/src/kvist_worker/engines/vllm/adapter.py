@@ -107,6 +107,7 @@ class VllmEngine:
             makes_choices=True,
             hash_algorithm=facts.hash_algorithm,
             capabilities=facts.capabilities,
+            kv_layout=facts.kv_layout,
             chat_template=facts.chat_template,
             bos_token=facts.bos_token,
             eos_token=facts.eos_token,
@@ -226,7 +227,7 @@ class VllmEngine:
             ranks=facts.ranks,
             max_top_logprobs=facts.max_top_logprobs,
             orders_by_priority=facts.orders_by_priority,
-            transfers_kv=facts.transfers_kv,
+            connector="" if facts.kv_layout is None else facts.kv_layout.connector,
         )
         return facts
 

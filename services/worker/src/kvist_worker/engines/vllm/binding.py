@@ -7,6 +7,7 @@ installed package.
 import argparse
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -32,14 +33,17 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 import vllm
 from kvist.errors import KvistError, error, invalid_field
+from kvist_worker.engine import KvLayout
 from kvist_worker.engines.vllm import arguments as engine_arguments
 from kvist_worker.engines.vllm import version as vllm_version
 from kvist_worker.engines.vllm.arguments import VllmArguments
 from kvist_worker.engines.vllm.facts import EngineFacts, EventSockets
+from kvist_worker.engines.vllm.hand_over import SIDE_CHANNEL_HOST, set_environment, with_connector
 from kvist_worker.engines.vllm.layout import ParallelLayout
 from kvist_worker.engines.vllm.load import SchedulerState
 from kvist_worker.engines.vllm.output import Output
 from kvist_worker.engines.vllm.request import PreparedRequest
+from kvist_worker.settings import HandOverSettings
 
 # The longest that a busy engine may take to end before it is ended.
 _SHUTDOWN_SECONDS = 5.0
@@ -55,13 +59,19 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
         raise engine_arguments.refused_by_vllm(message)
 
 
-def read_arguments(given: Mapping[str, Any]) -> VllmArguments:
-    """Checks arguments against the names that the installed vLLM has.
+def read_arguments(given: Mapping[str, Any], hand_over: HandOverSettings | None = None) -> VllmArguments:
+    """Checks arguments against the names that the installed vLLM has, and tells its connector how to hand KV over.
 
     Raises:
         KvistError: `NOT_IMPLEMENTED` for a version that is too old, `INVALID_ARGUMENT` for wrong arguments.
     """
     vllm_version.check(vllm.__version__)
+    given = with_connector(given, hand_over)
+    if hand_over is not None:
+        with socket.socket() as probe:
+            probe.bind((SIDE_CHANNEL_HOST, 0))
+            # Free a moment ago; the connector takes a number and no socket.
+            set_environment(os.environ, hand_over, port=probe.getsockname()[1])
     return engine_arguments.read(given, known={field.name for field in fields(AsyncEngineArgs)})
 
 
@@ -283,6 +293,7 @@ def _stat_logger(on_step: OnStep) -> Callable[..., StatLoggerBase]:
             if scheduler_stats is None:
                 return
             drawn = 0 if iteration_stats is None else iteration_stats.num_generation_tokens
+            by_source = getattr(iteration_stats, "prompt_token_stats", None)
             on_step(
                 self._rank,
                 SchedulerState(
@@ -290,6 +301,7 @@ def _stat_logger(on_step: OnStep) -> Callable[..., StatLoggerBase]:
                     waiting_requests=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                     cache_usage_ratio=scheduler_stats.kv_cache_usage,
                     generated_tokens=drawn,
+                    external_tokens=getattr(by_source, "external_kv_transfer", 0),
                 ),
             )
 
@@ -331,7 +343,7 @@ def _facts(engine: AsyncLLM) -> EngineFacts:
             rank: EventSockets(source.endpoint, source.replay_endpoint) for rank, source in sorted(sources.items())
         },
         orders_by_priority=scheduler.policy == "priority",
-        transfers_kv=config.kv_transfer_config is not None,
+        kv_layout=_kv_layout(config),
         takes_adapters=config.lora_config is not None,
         is_traced=config.observability_config.otlp_traces_endpoint is not None,
         tokenizer_json=_tokenizer_json(str(model.tokenizer), tokenizer),
@@ -340,6 +352,18 @@ def _facts(engine: AsyncLLM) -> EngineFacts:
         eos_token=tokenizer.eos_token or "",
         add_bos=begin is not None and tokenizer.encode("a")[:1] == [begin],
         eos_token_ids=tuple(sorted(end_ids)),
+    )
+
+
+def _kv_layout(config: Any) -> KvLayout | None:
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if transfer is None or not transfer.kv_connector:
+        return None
+    return KvLayout(
+        connector=transfer.kv_connector,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
     )
 
 

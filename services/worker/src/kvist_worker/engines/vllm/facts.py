@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvist_worker.engine import EngineCapabilities
+from kvist_worker.engine import EngineCapabilities, KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EngineFacts:
         hash_algorithm: How it names its blocks.
         event_sockets: By rank; empty when it caches no prefixes.
         orders_by_priority: Whether the scheduler looks at priorities.
-        transfers_kv: Whether a KV connector is configured.
+        kv_layout: How its KV lies and by which connector it is handed over; none without one.
         takes_adapters: Whether LoRA is on.
         is_traced: Whether vLLM exports spans of its own.
         tokenizer_json: `tokenizer.json`; none for a tokenizer of another kind.
@@ -57,7 +57,7 @@ class EngineFacts:
     hash_algorithm: str
     event_sockets: Mapping[int, EventSockets]
     orders_by_priority: bool
-    transfers_kv: bool
+    kv_layout: KvLayout | None
     takes_adapters: bool
     is_traced: bool
     tokenizer_json: bytes | None
@@ -78,5 +78,5 @@ class EngineFacts:
             structural_tag=True,
             adapters=self.takes_adapters,
             kv_events=bool(self.event_sockets),
-            kv_transfer=self.transfers_kv,
+            kv_transfer=self.kv_layout is not None,
         )

@@ -24,12 +24,14 @@ class SchedulerState:
         waiting_requests: Requests that wait, whatever for.
         cache_usage_ratio: Part of the blocks that running requests use.
         generated_tokens: Tokens drawn in this step.
+        external_tokens: Prompt tokens whose KV came from another engine in this step.
     """
 
     running_requests: int
     waiting_requests: int
     cache_usage_ratio: float
     generated_tokens: int
+    external_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class RankLoad:
         self._scheduler: SchedulerState | None = None
         self._finished_requests = 0
         self._generated_tokens = 0
+        self._external_tokens = 0
         self._engine_steps = 0
         self._prefill_tokens_per_second: float | None = None
         self._decode_step_seconds: float | None = None
@@ -88,6 +91,7 @@ class RankLoad:
         self._scheduler = state
         self._engine_steps += 1
         self._generated_tokens += state.generated_tokens
+        self._external_tokens += state.external_tokens
 
     def report(self) -> events_pb2.LoadReport:
         """The report; the worker numbers it."""
@@ -98,6 +102,7 @@ class RankLoad:
             finished_requests_total=self._finished_requests,
             engine_steps_total=self._engine_steps,
             generated_tokens_total=self._generated_tokens,
+            external_tokens_total=self._external_tokens,
             outstanding_prefill_tokens=sum(
                 one.prompt_tokens - one.expected_cached_tokens for one in progress if not one.is_prefilled
             ),

@@ -120,6 +120,10 @@ class Transcript:
         tokens = list(completion.token_ids)
         self.completion_tokens += len(tokens)
         if completion.finish_reason is not None:
+            if completion.finish_reason == "error" and self.request.is_fetched and self.completion_tokens == 0:
+                # With `kv_load_failure_policy: fail`, and before anything was drawn.
+                failed = "the prompt's KV did not arrive at the decode engine"
+                raise error("KV_TRANSFER_FAILED", failed, not_started=True)
             if completion.finish_reason == "error":
                 raise error("ENGINE_FAILED", "the engine gave the request up")
             self._reasons[completion.index] = completion.finish_reason

@@ -12,6 +12,7 @@ from google.protobuf import json_format, struct_pb2
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import FieldViolation, KvistError, error, invalid_field
+from kvist_worker.engines.vllm.hand_over import EXAMPLE
 from kvist_worker.prompts import before_start, checked_prompt
 
 # Fields that Kvist does not know and vLLM may have: `engine_extras` → keyword of `SamplingParams`.
@@ -41,7 +42,7 @@ class RequestLimits:
         ranks: Data-parallel ranks.
         max_top_logprobs: Most alternatives for each token.
         orders_by_priority: Whether the scheduler looks at priorities.
-        transfers_kv: Whether a KV connector is configured.
+        connector: What hands KV over; empty for nothing.
     """
 
     context_tokens: int
@@ -49,7 +50,7 @@ class RequestLimits:
     ranks: int
     max_top_logprobs: int
     orders_by_priority: bool
-    transfers_kv: bool
+    connector: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,11 @@ class PreparedRequest:
     expected_cached_tokens: int = 0
     kv_transfer: engine_pb2.KvTransferParameters | None = None
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the prompt's KV comes from another engine."""
+        return self.kv_transfer is not None and self.kv_transfer.parameters.fields["do_remote_prefill"].bool_value
+
 
 def prepare(request: engine_pb2.EngineRequest, *, limits: RequestLimits) -> PreparedRequest:
     """Checks a request and puts it in vLLM's words.
@@ -108,8 +114,9 @@ def _prepare(request: engine_pb2.EngineRequest, limits: RequestLimits) -> Prepar
     extras, session_id = _extras(request.engine_extras)
     sampling = {**_sampling(request.sampling, limits), **_stop(request.stop, room), **extras}
     kv_transfer = _kv_transfer(request, limits)
-    if kv_transfer is not None:
-        sampling["extra_args"] = {"kv_transfer_params": plain(kv_transfer.parameters)}
+    parameters = {} if kv_transfer is None else plain(kv_transfer.parameters)
+    if parameters:
+        sampling["extra_args"] = {"kv_transfer_params": parameters}
     trace = {"traceparent": request.traceparent, "tracestate": request.tracestate}
     return PreparedRequest(
         request_id=request.request_id,
@@ -217,8 +224,11 @@ def _extras(extras: struct_pb2.Struct) -> tuple[dict[str, Any], str | None]:
 
 
 def _kv_transfer(request: engine_pb2.EngineRequest, limits: RequestLimits) -> engine_pb2.KvTransferParameters | None:
+    if limits.connector == EXAMPLE and request.cache_salt:
+        # Its files are named by token ids alone: salts would share them.
+        raise _unsupported("cache_salt", f"{EXAMPLE} cannot keep salts apart")
     if not request.HasField("kv_transfer"):
         return None
-    if not limits.transfers_kv:
+    if not limits.connector:
         raise _unsupported("kv_transfer", "this engine was started without a KV connector")
     return request.kv_transfer

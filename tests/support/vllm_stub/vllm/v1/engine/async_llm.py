@@ -117,7 +117,7 @@ class AsyncLLM:
                 num_skipped_waiting_reqs=0,
                 kv_cache_usage=0.25 * running,
             ),
-            SimpleNamespace(num_generation_tokens=1),
+            SimpleNamespace(num_generation_tokens=1, prompt_token_stats=SimpleNamespace(external_kv_transfer=16)),
         )
 
     async def abort(self, request_id: str, internal: bool = False) -> None:
