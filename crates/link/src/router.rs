@@ -18,9 +18,8 @@ use kvist_proto::{
     engine::v1::{
         AbortReason, AbortStream, ConnectRequest, ConnectResponse, EmbedRequest, Embedding, EngineRequest,
         GetResultRequest, GetTokenizerRequest, Hello, PutPromptRequest, ReleaseLease, RouterMessage, StartRequest,
-        StreamEvent,
-        TokenLogprobs, TokenizerHeader, WorkerDescription, engine_request, engine_service_client::EngineServiceClient,
-        get_tokenizer_response, router_message, stream_event,
+        StreamEvent, TokenLogprobs, TokenizerHeader, WorkerDescription, engine_request,
+        engine_service_client::EngineServiceClient, get_tokenizer_response, router_message, stream_event,
     },
     events::v1::LoadReport,
 };

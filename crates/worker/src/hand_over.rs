@@ -76,11 +76,8 @@ impl HandOverSettings {
         let present: Vec<String> = std::fs::read_dir(devices)
             .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
             .unwrap_or_default();
-        let is_there = if self.rdma_device.is_empty() {
-            !present.is_empty()
-        } else {
-            present.contains(&self.rdma_device)
-        };
+        let is_there =
+            if self.rdma_device.is_empty() { !present.is_empty() } else { present.contains(&self.rdma_device) };
         if is_there {
             return Ok(());
         }
