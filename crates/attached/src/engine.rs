@@ -113,8 +113,10 @@ impl Engine for AttachedEngine {
             ranks: u32::try_from(facts.ranks.len()).unwrap_or(u32::MAX),
             // A removal is published after the step that made it.
             claims_hold_for_all: false,
+            makes_choices: true,
             capabilities: facts.capabilities(),
             tokenizer: Some(tokenizer),
+            kv_layout: None,
         })
     }
 

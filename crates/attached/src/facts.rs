@@ -54,6 +54,7 @@ impl ServerFacts {
             json_schema: true,
             grammar: true,
             regex: true,
+            structural_tag: true,
             adapters: self.has_adapters,
             kv_events: self.follows_events(),
             ..Capabilities::default()

@@ -18,6 +18,7 @@ use crate::{
     health::report_of,
     life::fingerprint,
     needs::Needs,
+    parts::{Choice, Intent},
     record::RequestRecord,
     select::{Demand, Placement, to_u32},
     start::{check_context, session_of},
@@ -166,7 +167,8 @@ impl Asked<'_> {
             self.core.check_quarantine(&all_tokens)?;
             let view = self.core.view();
             let model = self.core.model(&view, self.model)?;
-            let (decision, result) = self.core.selector.select(&view, &model, &demand, &tried, attempt, true);
+            let Choice { decision, placement, .. } =
+                self.core.selector.select(&view, &model, &demand, &tried, attempt, Intent::Whole);
             self.place.placed();
             self.core.metrics.decision_seconds.observe(decision.duration.as_secs_f64());
             self.core.metrics.decisions.decided(&decision);
@@ -174,7 +176,7 @@ impl Asked<'_> {
             let end_as = |outcome| {
                 let _ = decision.ending.set(Ending { outcome, ..Ending::default() });
             };
-            let placement = match result {
+            let placement = match placement {
                 Ok(placement) => placement,
                 // A retry that finds nobody ends as the first attempt did.
                 Err(error) => {

@@ -64,7 +64,8 @@ pub(crate) struct About<'a> {
     pub(crate) request: Request,
     pub(crate) policy: Arc<str>,
     pub(crate) lookups: &'a [(&'a str, usize, Matches)],
-    pub(crate) missing_field: Option<&'static str>,
+    /// What no engine that takes requests can do: the field, and why.
+    pub(crate) missing: Option<(&'static str, &'static str)>,
     pub(crate) reserve: bool,
 }
 

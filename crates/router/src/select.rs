@@ -192,7 +192,7 @@ impl Selector {
         let mut seen = Vec::with_capacity(model.workers.len());
         let mut nodes = Vec::with_capacity(model.workers.len());
         let mut reports = Vec::with_capacity(model.workers.len());
-        let mut missing_field = None;
+        let mut missing = None;
         for (node, position) in model.workers.iter().zip(positions) {
             let unavailable = node.excluded().or_else(|| text_differs(node, demand));
             let description = node.description();
@@ -201,10 +201,10 @@ impl Selector {
             if let Some(description) = &description {
                 let limits = description.limits.unwrap_or_default();
                 most_running = self::most_running(description);
-                let missing =
+                let lacks =
                     demand.needs.missing(&description.capabilities.unwrap_or_default(), limits.max_top_logprobs);
-                if let Some(missing) = missing {
-                    missing_field = missing_field.or_else(|| unavailable.is_none().then_some(missing));
+                if let Some(lacks) = lacks {
+                    missing = missing.or_else(|| unavailable.is_none().then_some(lacks));
                     unsuitable = Some("lacks_capability");
                 } else if limits.context_tokens > 0 && prompt_tokens + room > limits.context_tokens as usize {
                     unsuitable = Some("context_too_short");
@@ -271,7 +271,7 @@ impl Selector {
             request,
             policy: pipeline.summary().into(),
             lookups: &lookups,
-            missing_field,
+            missing,
             reserve,
         };
         let (health_now, mut breakers) = model.state.health.during_choice();
@@ -394,7 +394,7 @@ impl Selector {
             None if decision.outcome == Outcome::Saturated => {
                 Err(KvistError::new(Code::Overloaded, "all workers of this model are saturated").before_start())
             }
-            None => Err(why_none(&record, about.missing_field)),
+            None => Err(why_none(&record, about.missing)),
         };
         (record, result)
     }

@@ -115,6 +115,7 @@ impl Engine for ScriptedEngine {
             max_top_logprobs: 0,
             kv_blocks: 64,
             block_size_tokens: 16,
+            hash_algorithm: String::new(),
             ranks: 1,
             claims_hold_for_all: false,
             makes_choices: true,
