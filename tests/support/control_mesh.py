@@ -21,8 +21,7 @@ from kvist.grpc import open_channel
 from kvist.kvmaster.v1 import kvmaster_pb2
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceStub
 from kvist.manifest import to_resource
-from kvist.store import Event, EventType
-from kvist.store.mirror import Mirror
+from kvist.store import EventType, StoreError
 from support.etcd_process import EtcdCluster
 from support.fake_clock import FakeClock
 from support.mesh import CALL_SECONDS, Mesh, until
@@ -48,6 +47,8 @@ class ControlMesh(Mesh):
         self.nats_door = TcpProxy(self.nats.port)
         self.clocks: dict[str, FakeClock] = {}
         self._changes = 0
+        # Up to where the store's history was seen.
+        self.seen_revision = 0
         # (revision, key, value, or none when the claim ended) of every election.
         self.claims: list[tuple[int, str, str | None]] = []
 
@@ -89,13 +90,20 @@ class ControlMesh(Mesh):
         """Where clients send requests."""
         return [str(self.services[name].addresses["http_address"]) for name in ROUTERS]
 
-    def note_claims(self, events: object) -> None:
-        assert isinstance(events, list | tuple)
-        for event in events:
-            assert isinstance(event, Event)
-            if event.key in {CONTROLLER_KEY, KVMASTER_KEY}:
-                value = None if event.type is EventType.DELETE else event.value.decode()
-                self.claims.append((event.revision, event.key, value))
+    async def watch_claims(self, store: EtcdStore) -> None:
+        """Notes each change of the elections in the store's history, for ever; an outage loses none."""
+        while True:
+            with contextlib.suppress(StoreError):
+                async with contextlib.aclosing(
+                    store.watch(f"{ROOT_KEY}elections/", after_revision=self.seen_revision)
+                ) as batches:
+                    async for batch in batches:
+                        for event in batch.events:
+                            if event.key in {CONTROLLER_KEY, KVMASTER_KEY}:
+                                value = None if event.type is EventType.DELETE else event.value.decode()
+                                self.claims.append((event.revision, event.key, value))
+                        self.seen_revision = batch.revision
+            await asyncio.sleep(0.1)
 
     def holder(self, key: str) -> str:
         """Who claims an election's key as far as the store was seen; empty for nobody."""
@@ -225,7 +233,7 @@ async def control_mesh(
         store = {"store.kind": "etcd", "store.etcd.endpoints": ",".join(mesh.etcd.endpoints)}
         watched = await stack.enter_async_context(EtcdStore(EtcdOptions(mesh.etcd.endpoints)))
         tasks = [
-            asyncio.create_task(Mirror(watched, f"{ROOT_KEY}elections/", on_change=mesh.note_claims).run()),
+            asyncio.create_task(mesh.watch_claims(watched)),
         ]
         try:
             lease = {"leader_lease_seconds": controller_lease_seconds}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from kvist.etcd.api.rpc_pb2 import CompactionRequest, RangeRequest, StatusRequest
+from kvist.etcd.api.rpc_pb2 import CompactionRequest, StatusRequest
 from kvist.etcd.api.rpc_pb2_grpc import KVStub, MaintenanceStub
 from kvist.grpc import open_channel
 from support.etcd_binary import find_etcd
@@ -227,12 +227,10 @@ class EtcdCluster:
                     self._owners[connection.laddr.port] = name
         return self._owners.get(port, "")
 
-    async def compact(self) -> int:
-        """Cuts the history before the present revision, which is returned."""
+    async def compact(self, revision: int) -> None:
+        """Cuts the history before a revision."""
         async with open_channel(self.endpoints[0], retries=False) as channel:
-            revision = int((await KVStub(channel).Range(RangeRequest(key=b"\0"), timeout=5)).header.revision)
             await KVStub(channel).Compact(CompactionRequest(revision=revision, physical=True), timeout=5)
-        return revision
 
     async def leader(self) -> str:
         """Name of the member that leads, as the members say."""
