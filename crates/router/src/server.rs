@@ -11,6 +11,8 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use crate::{core::RouterCore, keys::ApiKeys, service::Service};
 
 const MESSAGE_LIMIT_BYTES: usize = 64 * 1024 * 1024;
+/// Calls that one connection may have open; further ones wait at the client. How many requests run is for admission.
+const MOST_CALLS_OF_A_CONNECTION: u32 = 4_096;
 const SERVICE: &str = "kvist.router.v1.RouterService";
 
 /// A running gRPC server. Dropping it ends its connections.
@@ -47,6 +49,7 @@ impl GrpcServer {
         let routes = tonic::transport::Server::builder()
             .layer(DoorLayer::new(Arc::clone(door.rules())))
             .tcp_nodelay(true)
+            .max_concurrent_streams(MOST_CALLS_OF_A_CONNECTION)
             .http2_keepalive_interval(Some(Duration::from_secs(30)))
             .http2_keepalive_timeout(Some(Duration::from_secs(10)))
             .add_service(health_service)

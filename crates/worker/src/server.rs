@@ -27,6 +27,8 @@ use crate::{
 const SERVICE: &str = "kvist.engine.v1.EngineService";
 /// How often numbers are sampled and old side streams dropped.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(500);
+/// Calls that one connection may have open; a router needs one for its requests, and some for large prompts and results.
+const MOST_CALLS_OF_A_CONNECTION: u32 = 1_024;
 /// How long open calls may take to end when the server stops.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
@@ -112,6 +114,7 @@ impl WorkerServer {
         let incoming = door.incoming(listener);
         let router = Server::builder()
             .layer(DoorLayer::new(Arc::clone(door.rules())))
+            .max_concurrent_streams(MOST_CALLS_OF_A_CONNECTION)
             .http2_keepalive_interval(Some(Duration::from_secs(2)))
             .http2_keepalive_timeout(Some(Duration::from_secs(3)))
             .initial_stream_window_size(4 * 1024 * 1024)
