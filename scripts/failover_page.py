@@ -25,10 +25,9 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         (
             f"{results['streaming_requests']} streaming requests; {results['failed_requests']} did not finish, all of "
-            f"them begun at one of {results['killed_engines']} workers that were killed; "
-            f"{results['retried_requests']} were sent a second time. Controllers' lease "
-            f"{results['controller_lease_seconds']:g} s, KV masters' 2 s; all of etcd, and NATS, away for "
-            f"{results['outage_seconds']:g} s. {machine['cores']} cores, {memory_gib:.0f} GiB, "
+            f"them begun at a worker that was killed or frozen; {results['retried_requests']} were sent a second time. "
+            f"Controllers' lease {results['controller_lease_seconds']:g} s, KV masters' 2 s; all of etcd, and NATS, "
+            f"away for {results['outage_seconds']:g} s. {machine['cores']} cores, {memory_gib:.0f} GiB, "
             f"Linux {machine['kernel']}."
         ),
         "",

@@ -1,6 +1,7 @@
 """The controller over gRPC: resources, registration, cluster state, restart."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import pytest
 from kvist.agent.v1.agent_pb2 import WORKER_PHASE_BACKING_OFF, WORKER_PHASE_REFUSED, AttachedEngine, NodeInventory
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.errors import KvistError, rpc_errors
+from kvist.store import StoreError
 from kvist_controller.agent_session import AgentSession
 from kvist_controller.follower import Follower
 from kvist_controller.instance import Instance
 from kvist_controller.plain import from_struct
 from kvist_controller.published import PublishedState
-from kvist_controller.records import Keys, LeaderRecord
+from kvist_controller.records import Keys, LeaderRecord, ServiceRecord
 from kvist_controller.settings import RegistrySettings
 from kvist_controller.silence import Silence, Suspect
 from support.control_plane import ClusterReader, ControlPlane, ScriptedAgent, control_plane, manifest
@@ -76,6 +78,37 @@ async def test_validation_alone_changes_nothing(plane: ControlPlane) -> None:
     assert (await apply(plane, manifest(), validate_only=True)).result == pb.APPLY_RESULT_CREATED
     failure = await refused(plane.stub.Get(pb.GetRequest(kind="ModelService", name="smol")))
     assert failure.code == "NOT_FOUND"
+
+
+async def test_what_the_store_did_not_take_is_not_said_to_be_done(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that tries again while the store is away is not told that nothing has to change."""
+    commit = plane.store.commit
+
+    async def fail(*_: object, **__: object) -> None:
+        raise StoreError("nobody answers")
+
+    async def stored() -> dict[str, ServiceRecord]:
+        items = (await plane.store.list(Keys("test").resources("ModelService"))).items
+        records = [ServiceRecord.decode(item.value, resource_version=item.mod_revision) for item in items]
+        return {record.name: record for record in records}
+
+    async def insist(call: functools.partial) -> object:
+        monkeypatch.setattr(plane.store, "commit", fail)
+        for _ in range(2):
+            assert (await refused(call())).code == "NOT_READY"
+        monkeypatch.setattr(plane.store, "commit", commit)
+        return await call()
+
+    await apply(plane, manifest())
+    await insist(functools.partial(plane.stub.Apply, pb.ApplyRequest(resource=manifest(aliases=["other"]))))
+    assert (await stored())["smol"].spec["aliases"] == ["other"]
+    await insist(functools.partial(plane.stub.Apply, pb.ApplyRequest(resource=manifest("new"))))
+    assert "new" in await stored()
+    await insist(functools.partial(plane.stub.Delete, pb.DeleteRequest(kind="ModelService", name="smol")))
+    record = (await stored()).get("smol")
+    assert record is None or record.deleted_at_unix_nanos is not None
 
 
 async def test_a_wrong_manifest_is_refused_with_every_field(plane: ControlPlane) -> None:

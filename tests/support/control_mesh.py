@@ -30,6 +30,8 @@ from support.tcp_proxy import TcpProxy
 ROOT_KEY = "/kvist/default/v1/"
 CONTROLLER_KEY = f"{ROOT_KEY}elections/controller"
 KVMASTER_KEY = f"{ROOT_KEY}elections/kvmaster"
+# Longer than a controller waits for etcd.
+CHANGE_SECONDS = 6.0
 ROUTERS = ("router-0", "router-1")
 # A request of the steady load waits about as long for its first token as it takes from there to its end.
 ENGINE_ARGUMENTS: dict[str, object] = {"decodeStepMs": 15, "prefillTokensPerSecond": 100}
@@ -144,7 +146,7 @@ class ControlMesh(Mesh):
                     with contextlib.suppress(grpc.aio.AioRpcError):
                         async with open_channel(address, retries=False) as channel:
                             request = pb.ApplyRequest(resource=to_resource(manifest))
-                            done = await ControllerServiceStub(channel).Apply(request, timeout=2)
+                            done = await ControllerServiceStub(channel).Apply(request, timeout=CHANGE_SECONDS)
                         assert done.resource.metadata.resource_version
                         return time.monotonic() - started
                 await asyncio.sleep(0.1)

@@ -237,10 +237,12 @@ class Controller:
                 labels=dict(labels),
                 annotations=dict(annotations),
             )
-        if validate_only or service == present:
-            return service, None if service == present else present is None
+        is_new = present is None or present.resource_version == 0
+        result = None if service == present and not is_new else is_new
+        if validate_only or (service == present and not self._is_pending(service)):
+            return service, result
         await self._put_service(service)
-        return self.services.get(name, service), present is None
+        return self.services.get(name, service), result
 
     def _check_names(self, name: str, spec: ModelServiceSpec) -> None:
         for other in self.services.values():
@@ -261,7 +263,10 @@ class Controller:
         """
         service = self.service(name)
         if service.deleted_at_unix_nanos is None:
-            await self._put_service(replace(service, deleted_at_unix_nanos=int(self._clocks.unix() * 1e9)))
+            service = replace(service, deleted_at_unix_nanos=int(self._clocks.unix() * 1e9))
+            await self._put_service(service)
+        elif self._is_pending(service):
+            await self._put_service(service)
         return self.services.get(name, service)
 
     async def _put_service(self, service: ServiceRecord) -> None:
@@ -275,6 +280,10 @@ class Controller:
         except StoreError as failure:
             raise UnavailableError("the state store does not answer; the change may still be made") from failure
         self._wake.set()
+
+    def _is_pending(self, service: ServiceRecord) -> bool:
+        """Whether the store may lack what is known of a service: an earlier write of it had no good end."""
+        return self._keys.resource(MODEL_SERVICE_KIND, service.name) in self._fleet.pending
 
     def _remember_service(self, service: ServiceRecord) -> None:
         self.services[service.name] = service
