@@ -7,11 +7,14 @@ import json
 import random
 import signal
 import sys
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -136,6 +139,31 @@ async def test_a_worker_says_what_it_is(worker: Worker) -> None:
     assert "Paris" in text.decode(tokens)
     assert (finished.reason, finished.stop_token_id) == (engine_pb2.FINISH_REASON_STOP, 2)
     assert finished.receipt.completion_tokens == len(tokens) + 1
+
+
+def ask_engine(port: int) -> int:
+    """The status of a completion that is asked of the engine's own listener, past its worker."""
+    body = json.dumps({"prompt": "Once", "n_predict": 1}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", data=body)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310  Loopback.
+            return int(answer.status)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code
+
+
+async def test_the_engines_own_listener_is_on_loopback_and_lets_nobody_in(worker: Worker) -> None:
+    """It cannot be switched off; the key of its door is kept by nobody."""
+    listening = [
+        connection.laddr
+        for connection in psutil.Process(worker.process.pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {"127.0.0.1"} == {address.ip for address in listening}
+    own = {int(worker.ready[name].rpartition(":")[2]) for name in ("grpc_address", "admin_address")}
+    engines = {address.port for address in listening} - own
+    assert len(engines) == 1
+    assert [401] == [await asyncio.to_thread(ask_engine, port) for port in engines]
 
 
 async def test_what_the_ledger_claims_is_what_the_engine_finds(worker: Worker) -> None:
