@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import struct_pb2
+from google.protobuf.duration_pb2 import Duration
 
 from kvist import _core
 from kvist.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -261,6 +262,21 @@ async def test_a_server_that_does_not_fit_is_refused_with_the_reason(
     assert reason in await refusal(server, **arguments)
 
 
+async def test_a_key_is_sent_to_the_server_that_it_is_for(
+    server: StockProcess, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.start("--api-key=sk-1")
+    assert "/v1/models answers with status 401" in await refusal(server)
+    keys = tmp_path_factory.mktemp("keys")
+    monkeypatch.setenv("KVIST_ATTACHED_KEYS", str(keys))
+    (keys / "stock").write_text(f"{server.url}\nsk-1\n")
+    (keys / "other").write_text("http://other:1\nsk-1\n")
+    assert "engine_arguments.api-key: is for another server" in await refusal(server, **{"api-key": "other"})
+    async with attached(server, **{"api-key": "stock"}) as worker:
+        tokens, _ = await worker.answer(1, 2, 3)
+        assert len(tokens) == 4
+
+
 async def test_a_server_without_events_is_served_and_claims_nothing(server: StockProcess) -> None:
     server.start("--no-events", "--no-cached-tokens")
     async with attached(server) as worker:
@@ -335,6 +351,26 @@ async def test_an_abort_closes_the_connection(server: StockProcess) -> None:
             return log["aborted"] == 1 and log["running"] == 0
 
         await until("the server has stopped", is_aborted)
+
+
+@pytest.mark.parametrize("mode", ["silent", "hang"])
+async def test_a_server_that_hangs_loses_the_request_at_its_deadline(server: StockProcess, mode: str) -> None:
+    server.start()
+    async with attached(server) as worker:
+        server.script(mode)
+        tokens, finished = await worker.answer(1, 2, 3, time_left=Duration(seconds=2))
+        assert finished.reason == engine_pb2.FINISH_REASON_ABORTED
+        assert len(tokens) == (0 if mode == "silent" else 2)
+
+        async def is_aborted() -> bool:
+            log = server.log()
+            return log["aborted"] == 1 and log["running"] == 0
+
+        await until("the server has stopped", is_aborted)
+        # The server lives, and so does its worker.
+        server.script()
+        tokens, _ = await worker.answer(1, 2, 3)
+        assert len(tokens) == 4
 
 
 @pytest.mark.parametrize("how", ["die", "freeze", "dead"])

@@ -180,6 +180,9 @@ class StockServer:
         writer.close()
 
     async def _answer(self, call: Call) -> dict[str, Any] | bytes | None:
+        is_guarded = call.path.startswith(("/v1", "/inference"))
+        if is_guarded and self.flags.api_key and call.headers.get("authorization") != f"Bearer {self.flags.api_key}":
+            raise RefusedError(401, "Unauthorized")
         match call.method, call.path:
             case "GET", "/health":
                 if self.script["mode"] == "dead":
@@ -347,6 +350,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--api-key", default="")
     for flag in (
         "no-generate", "no-events", "no-replay", "no-cached-tokens", "other-tokenizer", "silent", "text-only",
         "dev-mode",

@@ -1,6 +1,6 @@
 //! HTTP to one server.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header};
@@ -14,7 +14,10 @@ use hyper_util::{
 use kvist_errors::{Code, KvistError};
 use serde_json::Value;
 
-use crate::settings::{AttachedSettings, wrong};
+use crate::{
+    key::Key,
+    settings::{AttachedSettings, wrong},
+};
 
 /// How long a connection is kept for the next request: less than the five seconds after which uvicorn closes it.
 const IDLE_TIME: Duration = Duration::from_secs(3);
@@ -29,6 +32,7 @@ pub(crate) struct Client {
     base: String,
     host: String,
     http: HyperClient<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    key: Option<Key>,
 }
 
 /// An answer that is no stream.
@@ -51,7 +55,13 @@ impl Reply {
 }
 
 impl Client {
-    pub(crate) fn new(settings: &AttachedSettings) -> Result<Self, KvistError> {
+    /// A client that has not asked anything. `keys` is the folder of the node's keys.
+    ///
+    /// # Errors
+    /// The settings cannot be used.
+    pub(crate) fn new(settings: &AttachedSettings, keys: Option<&Path>) -> Result<Self, KvistError> {
+        let find = |name: &String| Key::find(keys, name, settings.base());
+        let key = settings.api_key.as_ref().map(find).transpose()?;
         let mut connector = HttpConnector::new();
         connector.enforce_http(false);
         connector.set_nodelay(true);
@@ -67,7 +77,7 @@ impl Client {
             .pool_idle_timeout(IDLE_TIME)
             .build(connector);
         let uri: Uri = settings.base().parse().map_err(|_| wrong("url", "is no URL"))?;
-        Ok(Self { base: settings.base().to_owned(), host: uri.host().unwrap_or_default().to_owned(), http })
+        Ok(Self { base: settings.base().to_owned(), host: uri.host().unwrap_or_default().to_owned(), http, key })
     }
 
     /// The host that the server is at, as its URL has it.
@@ -131,6 +141,9 @@ impl Client {
             .map_err(|_| KvistError::new(Code::Internal, "the address of the server is wrong"))?;
         *request.headers_mut() = headers;
         request.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(key) = &self.key {
+            request.headers_mut().insert(header::AUTHORIZATION, key.bearer()?);
+        }
         Ok(request)
     }
 }

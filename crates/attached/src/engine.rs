@@ -1,6 +1,6 @@
 //! The engine of a worker that speaks for a server.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
 use http_body_util::BodyExt as _;
 use kvist_errors::{Code, KvistError};
@@ -20,6 +20,7 @@ use crate::{
     facts::ServerFacts,
     failure::refusal,
     introduction::introduce,
+    key::FOLDER_VARIABLE,
     load::RankLoad,
     metrics::ServerMetrics,
     request::{Prepared, prepare},
@@ -78,7 +79,8 @@ impl AttachedEngine {
     /// The arguments are wrong.
     pub fn new(arguments: &Value) -> Result<Self, KvistError> {
         let settings = AttachedSettings::from_value(arguments)?;
-        let client = Client::new(&settings)?;
+        let keys = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
+        let client = Client::new(&settings, keys.as_deref())?;
         Ok(Self { settings, shared: Arc::new(Shared { client, state: Mutex::default() }) })
     }
 

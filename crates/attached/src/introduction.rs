@@ -262,3 +262,75 @@ impl Probe<'_> {
         Ok(self.ask(api, headers, &[]).await?.status.is_client_error())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn card(id: &str, root: &str, parent: Option<&str>) -> Card {
+        let root = Some(root.to_owned());
+        Card { id: id.to_owned(), root, parent: parent.map(str::to_owned), context_tokens: None }
+    }
+
+    #[test]
+    fn the_only_model_is_chosen_and_several_need_a_name() {
+        let chosen = |cards: &[Card], wanted| choose(cards, wanted).map(|card| card.id.clone());
+        let message = |cards: &[Card], wanted| choose(cards, wanted).unwrap_err().message;
+        let aliases = [card("a", "/m", None), card("b", "/m", None), card("lora", "/l", Some("a"))];
+        assert_eq!(Ok("a".to_owned()), chosen(&aliases, None));
+        assert_eq!(Ok("b".to_owned()), chosen(&aliases, Some("b")));
+        assert!(message(&aliases, Some("lora")).ends_with("does not serve lora; it serves a, b"));
+        let others = [card("a", "/m", None), card("b", "/n", None)];
+        assert!(message(&others, None).ends_with("name one of a, b"));
+        assert!(message(&[], None).contains("lists no model"));
+    }
+
+    #[test]
+    fn what_both_say_has_to_be_the_same() {
+        assert_eq!(Ok(16), agreed("block-size", None, Some(16)));
+        assert_eq!(Ok(16), agreed("block-size", Some(16), None));
+        assert_eq!(Ok(16), agreed("block-size", Some(16), Some(16)));
+        assert!(
+            agreed("block-size", Some(32), Some(16)).unwrap_err().message.ends_with("is 16 at the server and 32 here")
+        );
+        assert!(agreed("block-size", None, None).is_err());
+    }
+
+    #[test]
+    fn what_is_bound_to_all_addresses_is_at_the_servers_host() {
+        for (endpoint, host, expected) in [
+            ("tcp://*:5557", "10.0.0.7", Some("tcp://10.0.0.7:5557")),
+            ("tcp://0.0.0.0:5557", "h", Some("tcp://h:5557")),
+            ("tcp://[::]:5557", "[::1]", Some("tcp://[::1]:5557")),
+            ("tcp://10.0.0.9:5557", "10.0.0.7", Some("tcp://10.0.0.9:5557")),
+            ("tcp://127.0.0.1:5557", "localhost", Some("tcp://127.0.0.1:5557")),
+            ("tcp://127.0.0.1:5557", "10.0.0.7", None),
+            ("ipc:///run/events", "10.0.0.7", Some("ipc:///run/events")),
+        ] {
+            assert_eq!(expected, reachable(endpoint, host).ok().as_deref(), "{endpoint} of {host}");
+        }
+    }
+
+    #[test]
+    fn every_rank_publishes_or_the_server_is_refused() {
+        let settings = |kv_events: Value| {
+            AttachedSettings::from_value(&json!({"url": "http://h", "tokenizer": "/", "kv-events": kv_events})).unwrap()
+        };
+        let cache = |kv_blocks| CacheConfig { kv_blocks, ..CacheConfig::default() };
+        let caches = BTreeMap::from([(0, cache(5)), (1, cache(6))]);
+        let source = json!({"endpoint": "tcp://*:1", "replay_endpoint": "tcp://*:2"});
+        let both = BTreeMap::from([(0, source.clone()), (1, source.clone())]);
+        let found = ranks(&caches, &both, &settings(Value::Null), "h").unwrap();
+        assert_eq!(vec![(0, 5, true), (1, 6, true)], seen(&found));
+        assert!(ranks(&caches, &BTreeMap::from([(0, source)]), &settings(Value::Null), "h").is_err());
+        let found = ranks(&caches, &both, &settings(false.into()), "h").unwrap();
+        assert_eq!(vec![(0, 5, false), (1, 6, false)], seen(&found));
+        let found = ranks(&BTreeMap::new(), &BTreeMap::new(), &settings(Value::Null), "h").unwrap();
+        assert_eq!(vec![(0, 0, false)], seen(&found));
+        assert!(ranks(&caches, &BTreeMap::new(), &settings(true.into()), "h").is_err());
+    }
+
+    fn seen(ranks: &[RankFacts]) -> Vec<(u32, u64, bool)> {
+        ranks.iter().map(|rank| (rank.called, rank.kv_blocks, rank.sockets.is_some())).collect()
+    }
+}

@@ -14,6 +14,7 @@ mod engine;
 mod facts;
 mod failure;
 mod introduction;
+mod key;
 mod load;
 mod metrics;
 pub mod modes;

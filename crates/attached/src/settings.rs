@@ -49,6 +49,9 @@ pub struct AttachedSettings {
     /// The model as the server names it; the only one that it serves when absent.
     #[serde(default)]
     pub model: Option<String>,
+    /// Name of the key that the server asks for; none when absent.
+    #[serde(default)]
+    pub api_key: Option<String>,
     /// Which door is used; `generate` where it is open when absent.
     #[serde(default)]
     pub api: Option<Api>,
