@@ -110,6 +110,10 @@ impl RankLoad {
                 .decode_step_seconds
                 .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()?.try_into().ok()),
             finished_requests_total: self.finished_requests,
+            preemptions_total: self.gauges.preemptions_total,
+            drafts_total: self.gauges.drafts_total,
+            draft_tokens_total: self.gauges.draft_tokens_total,
+            accepted_draft_tokens_total: self.gauges.accepted_draft_tokens_total,
             generated_tokens_total: self.gauges.generated_tokens_total.max(self.generated_tokens),
             ..LoadReport::default()
         }

@@ -28,6 +28,11 @@ pub(crate) struct RankGauges {
     /// Part of the blocks that running requests use.
     pub(crate) cache_usage_ratio: f64,
     pub(crate) generated_tokens_total: u64,
+    pub(crate) preemptions_total: u64,
+    /// Of speculative decoding.
+    pub(crate) drafts_total: u64,
+    pub(crate) draft_tokens_total: u64,
+    pub(crate) accepted_draft_tokens_total: u64,
 }
 
 /// All of it, by the engine's own numbers of its ranks.
@@ -60,6 +65,10 @@ impl ServerMetrics {
                 "num_requests_waiting" => gauges.waiting_requests += sample.value as u32,
                 "kv_cache_usage_perc" => gauges.cache_usage_ratio = sample.value,
                 "generation_tokens_total" => gauges.generated_tokens_total += sample.value as u64,
+                "num_preemptions_total" => gauges.preemptions_total += sample.value as u64,
+                "spec_decode_num_drafts_total" => gauges.drafts_total += sample.value as u64,
+                "spec_decode_num_draft_tokens_total" => gauges.draft_tokens_total += sample.value as u64,
+                "spec_decode_num_accepted_tokens_total" => gauges.accepted_draft_tokens_total += sample.value as u64,
                 _ => continue,
             }
             read.gauges.insert(rank, gauges);
@@ -123,6 +132,11 @@ vllm:num_requests_waiting{engine="1",model_name="m"} 2.0
 vllm:num_requests_waiting_by_reason{engine="1",model_name="m",reason="capacity"} 2.0
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.25
 vllm:generation_tokens_total{engine="1",model_name="m"} 17.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 1.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 4.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 12.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 4.0
 vllm:time_to_first_token_seconds_bucket{engine="1",le="+Inf"} 3.0
 process_open_fds 12
 "#;
@@ -138,6 +152,10 @@ process_open_fds 12
             waiting_requests: 2,
             cache_usage_ratio: 0.25,
             generated_tokens_total: 17,
+            preemptions_total: 1,
+            drafts_total: 4,
+            draft_tokens_total: 12,
+            accepted_draft_tokens_total: 9,
         };
         assert_eq!(expected, read.gauges[&1]);
         assert_eq!(1, read.gauges.len());

@@ -158,6 +158,14 @@ names! { METRICS:
     WORKER_EXTERNAL_TOKENS = "kvist_worker_external_tokens_total";
     /// KV that did not arrive from another engine.
     WORKER_FAILED_TRANSFERS = "kvist_worker_failed_transfers_total";
+    /// Requests that had to give up their slot.
+    WORKER_PREEMPTIONS = "kvist_worker_preemptions_total";
+    /// Drafts of speculative decoding.
+    WORKER_DRAFTS = "kvist_worker_drafts_total";
+    /// Tokens that drafts proposed.
+    WORKER_DRAFT_TOKENS = "kvist_worker_draft_tokens_total";
+    /// Tokens of drafts that were right.
+    WORKER_ACCEPTED_DRAFT_TOKENS = "kvist_worker_accepted_draft_tokens_total";
     /// Blocks held, as the ledger counts them.
     LEDGER_BLOCKS = "kvist_ledger_blocks";
     /// Batches of the ledger.

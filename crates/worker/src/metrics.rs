@@ -27,6 +27,10 @@ pub(crate) struct WorkerMetrics {
     expired_leases: Counter,
     external_tokens: Counter,
     failed_transfers: Counter,
+    preemptions: Counter,
+    drafts: Counter,
+    draft_tokens: Counter,
+    accepted_draft_tokens: Counter,
 }
 
 impl WorkerMetrics {
@@ -47,6 +51,10 @@ impl WorkerMetrics {
                 "When the certificate of a listener ends, in Unix seconds",
                 Family::default(),
             ),
+            preemptions: counter(names::WORKER_PREEMPTIONS, "Requests that had to give up their slot"),
+            drafts: counter(names::WORKER_DRAFTS, "Drafts of speculative decoding"),
+            draft_tokens: counter(names::WORKER_DRAFT_TOKENS, "Tokens that drafts proposed"),
+            accepted_draft_tokens: counter(names::WORKER_ACCEPTED_DRAFT_TOKENS, "Tokens of drafts that were right"),
             ledger_blocks: gauge(names::LEDGER_BLOCKS, "Blocks held, as the ledgers count them"),
             running: gauge(names::WORKER_RUNNING_REQUESTS, "Requests that have a slot"),
             waiting: gauge(names::WORKER_WAITING_REQUESTS, "Requests that wait for a slot"),
@@ -77,8 +85,8 @@ impl WorkerMetrics {
     /// Takes the engine's own numbers over. Called now and then, not for each step.
     pub(crate) fn sample(&self, host: &EngineHost) {
         let loads = host.loads();
-        let sum =
-            |value: fn(&LoadReport) -> u64| i64::try_from(loads.iter().map(value).sum::<u64>()).unwrap_or(i64::MAX);
+        let total = |value: fn(&LoadReport) -> u64| loads.iter().map(value).sum::<u64>();
+        let sum = |value| i64::try_from(total(value)).unwrap_or(i64::MAX);
         self.running.set(sum(|load| load.running_requests.into()));
         self.waiting.set(sum(|load| load.waiting_requests.into()));
         self.outstanding.set(sum(|load| load.outstanding_prefill_tokens));
@@ -86,13 +94,15 @@ impl WorkerMetrics {
         self.total_blocks.set(sum(|load| load.total_blocks));
         self.ledger_blocks.set(i64::try_from(host.block_count()).unwrap_or(i64::MAX));
         self.pinned_blocks.set(sum(|load| load.pinned_blocks));
-        let follow = |counter: &Counter, total: fn(&LoadReport) -> u64| {
-            let total: u64 = loads.iter().map(total).sum();
-            counter.inc_by(total.saturating_sub(counter.get()));
-        };
-        follow(&self.generated_tokens, |load| load.generated_tokens_total);
-        follow(&self.expired_leases, |load| load.expired_leases_total);
-        follow(&self.external_tokens, |load| load.external_tokens_total);
-        follow(&self.failed_transfers, |load| load.failed_transfers_total);
+        // Engines count from their start, as this does.
+        let raise = |counter: &Counter, value| counter.inc_by(total(value).saturating_sub(counter.get()));
+        raise(&self.generated_tokens, |load| load.generated_tokens_total);
+        raise(&self.preemptions, |load| load.preemptions_total);
+        raise(&self.drafts, |load| load.drafts_total);
+        raise(&self.draft_tokens, |load| load.draft_tokens_total);
+        raise(&self.accepted_draft_tokens, |load| load.accepted_draft_tokens_total);
+        raise(&self.expired_leases, |load| load.expired_leases_total);
+        raise(&self.external_tokens, |load| load.external_tokens_total);
+        raise(&self.failed_transfers, |load| load.failed_transfers_total);
     }
 }

@@ -22,6 +22,17 @@ def test_a_rank_without_requests_is_idle_whatever_the_last_step_said() -> None:
     )
 
 
+def test_preemptions_and_drafts_add_up() -> None:
+    load = RankLoad(0, 100)
+    load.step(SchedulerState(1, 0, 0.5, 3, preemptions=1, drafts=1, draft_tokens=4, accepted_draft_tokens=2))
+    load.step(SchedulerState(1, 0, 0.5, 4, drafts=1, draft_tokens=4, accepted_draft_tokens=3))
+    report = load.report()
+    assert (report.preemptions_total, report.drafts_total) == (1, 2)
+    # Acceptance and what a draft brings, as whoever looks at them divides.
+    assert report.accepted_draft_tokens_total / report.draft_tokens_total == 5 / 8
+    assert report.accepted_draft_tokens_total / report.drafts_total == 2.5
+
+
 def test_what_was_handed_over_waits_until_a_step_takes_it() -> None:
     load = RankLoad(0, 100)
     requests = [RequestProgress(50, expected_cached_tokens=32), RequestProgress(10)]

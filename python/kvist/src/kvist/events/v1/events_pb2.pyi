@@ -456,6 +456,10 @@ class LoadReport(_message.Message):
     EXPIRED_LEASES_TOTAL_FIELD_NUMBER: _builtins.int
     EXTERNAL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     FAILED_TRANSFERS_TOTAL_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
+    DRAFTS_TOTAL_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Which rank of the engine."""
     report_number: _builtins.int
@@ -488,6 +492,14 @@ class LoadReport(_message.Message):
     """Prompt tokens whose KV came from another engine, since the start of the incarnation."""
     failed_transfers_total: _builtins.int
     """Hand-overs that failed at this engine as the receiver, since the start of the incarnation."""
+    preemptions_total: _builtins.int
+    """Requests that had to give up their slot to others, since the start of the incarnation."""
+    drafts_total: _builtins.int
+    """Drafts of speculative decoding since the start of the incarnation."""
+    draft_tokens_total: _builtins.int
+    """Tokens that drafts proposed since the start of the incarnation."""
+    accepted_draft_tokens_total: _builtins.int
+    """Tokens of drafts that were right, since the start of the incarnation."""
     @_builtins.property
     def decode_step_duration(self) -> _duration_pb2.Duration:
         """Estimate of the time of one decode step at the present batch; absent until there is one."""
@@ -512,10 +524,14 @@ class LoadReport(_message.Message):
         expired_leases_total: _builtins.int = ...,
         external_tokens_total: _builtins.int = ...,
         failed_transfers_total: _builtins.int = ...,
+        preemptions_total: _builtins.int = ...,
+        drafts_total: _builtins.int = ...,
+        draft_tokens_total: _builtins.int = ...,
+        accepted_draft_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second", "decode_step_duration", b"decode_step_duration", "prefill_tokens_per_second", b"prefill_tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second", "active_tokens", b"active_tokens", "decode_step_duration", b"decode_step_duration", "engine_steps_total", b"engine_steps_total", "expired_leases_total", b"expired_leases_total", "external_tokens_total", b"external_tokens_total", "failed_transfers_total", b"failed_transfers_total", "finished_requests_total", b"finished_requests_total", "generated_tokens_total", b"generated_tokens_total", "outstanding_prefill_tokens", b"outstanding_prefill_tokens", "pinned_blocks", b"pinned_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "rank", b"rank", "report_number", b"report_number", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second", "accepted_draft_tokens_total", b"accepted_draft_tokens_total", "active_tokens", b"active_tokens", "decode_step_duration", b"decode_step_duration", "draft_tokens_total", b"draft_tokens_total", "drafts_total", b"drafts_total", "engine_steps_total", b"engine_steps_total", "expired_leases_total", b"expired_leases_total", "external_tokens_total", b"external_tokens_total", "failed_transfers_total", b"failed_transfers_total", "finished_requests_total", b"finished_requests_total", "generated_tokens_total", b"generated_tokens_total", "outstanding_prefill_tokens", b"outstanding_prefill_tokens", "pinned_blocks", b"pinned_blocks", "preemptions_total", b"preemptions_total", "prefill_tokens_per_second", b"prefill_tokens_per_second", "rank", b"rank", "report_number", b"report_number", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["prefill_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__prefill_tokens_per_second: _TypeAlias = _typing.Literal["_prefill_tokens_per_second", b"_prefill_tokens_per_second"]  # noqa: Y015

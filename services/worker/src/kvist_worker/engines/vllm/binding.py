@@ -294,6 +294,7 @@ def _stat_logger(on_step: OnStep) -> Callable[..., StatLoggerBase]:
                 return
             drawn = 0 if iteration_stats is None else iteration_stats.num_generation_tokens
             by_source = getattr(iteration_stats, "prompt_token_stats", None)
+            speculation = scheduler_stats.spec_decoding_stats
             on_step(
                 self._rank,
                 SchedulerState(
@@ -302,6 +303,10 @@ def _stat_logger(on_step: OnStep) -> Callable[..., StatLoggerBase]:
                     cache_usage_ratio=scheduler_stats.kv_cache_usage,
                     generated_tokens=drawn,
                     external_tokens=getattr(by_source, "external_kv_transfer", 0),
+                    preemptions=0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
+                    drafts=0 if speculation is None else speculation.num_drafts,
+                    draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
+                    accepted_draft_tokens=0 if speculation is None else speculation.num_accepted_tokens,
                 ),
             )
 

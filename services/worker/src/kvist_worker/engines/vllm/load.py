@@ -25,6 +25,10 @@ class SchedulerState:
         cache_usage_ratio: Part of the blocks that running requests use.
         generated_tokens: Tokens drawn in this step.
         external_tokens: Prompt tokens whose KV came from another engine in this step.
+        preemptions: Requests that had to give up their slot in this step.
+        drafts: Drafts of speculative decoding in this step.
+        draft_tokens: Tokens that they proposed.
+        accepted_draft_tokens: Those of them that were right.
     """
 
     running_requests: int
@@ -32,6 +36,10 @@ class SchedulerState:
     cache_usage_ratio: float
     generated_tokens: int
     external_tokens: int = 0
+    preemptions: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -63,6 +71,10 @@ class RankLoad:
         self._generated_tokens = 0
         self._external_tokens = 0
         self._engine_steps = 0
+        self._preemptions = 0
+        self._drafts = 0
+        self._draft_tokens = 0
+        self._accepted_draft_tokens = 0
         self._prefill_tokens_per_second: float | None = None
         self._decode_step_seconds: float | None = None
 
@@ -92,6 +104,10 @@ class RankLoad:
         self._engine_steps += 1
         self._generated_tokens += state.generated_tokens
         self._external_tokens += state.external_tokens
+        self._preemptions += state.preemptions
+        self._drafts += state.drafts
+        self._draft_tokens += state.draft_tokens
+        self._accepted_draft_tokens += state.accepted_draft_tokens
 
     def report(self) -> events_pb2.LoadReport:
         """The report; the worker numbers it."""
@@ -103,6 +119,10 @@ class RankLoad:
             engine_steps_total=self._engine_steps,
             generated_tokens_total=self._generated_tokens,
             external_tokens_total=self._external_tokens,
+            preemptions_total=self._preemptions,
+            drafts_total=self._drafts,
+            draft_tokens_total=self._draft_tokens,
+            accepted_draft_tokens_total=self._accepted_draft_tokens,
             outstanding_prefill_tokens=sum(
                 one.prompt_tokens - one.expected_cached_tokens for one in progress if not one.is_prefilled
             ),

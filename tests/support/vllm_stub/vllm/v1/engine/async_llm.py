@@ -116,8 +116,13 @@ class AsyncLLM:
                 num_waiting_reqs=0,
                 num_skipped_waiting_reqs=0,
                 kv_cache_usage=0.25 * running,
+                spec_decoding_stats=SimpleNamespace(num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2),
             ),
-            SimpleNamespace(num_generation_tokens=1, prompt_token_stats=SimpleNamespace(external_kv_transfer=16)),
+            SimpleNamespace(
+                num_generation_tokens=1,
+                num_preempted_reqs=1,
+                prompt_token_stats=SimpleNamespace(external_kv_transfer=16),
+            ),
         )
 
     async def abort(self, request_id: str, internal: bool = False) -> None:
