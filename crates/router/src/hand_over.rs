@@ -7,7 +7,6 @@ use std::{
 };
 
 use kvist_proto::engine::v1::{EngineRequest, Finished, KvTransferParameters, StopConditions};
-use kvist_schedule::TargetId;
 use prost_types::{Struct, Value, value::Kind};
 
 use crate::{
@@ -162,13 +161,6 @@ fn flags<const N: usize>(flags: [(&str, bool); N]) -> Struct {
 /// Names a lease: by the request, and by its attempt, so that a late release of an earlier one frees nothing else.
 pub(crate) fn lease_id(request_id: &str, attempt: u32) -> String {
     format!("{request_id}.{attempt}")
-}
-
-/// Whether a target is tried no more: the one that answers takes the place of the one that has computed the prompt, which
-/// has done its part.
-pub(crate) fn hand_on(tried: &mut Vec<TargetId>, to: TargetId) {
-    tried.pop();
-    tried.push(to);
 }
 
 /// How long a first token is expected to take.

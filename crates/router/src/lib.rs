@@ -7,6 +7,7 @@
 mod answer;
 mod awareness;
 mod cluster;
+mod conclude;
 mod convert;
 mod core;
 mod decision_metrics;

@@ -9,13 +9,15 @@ use std::{
 use futures::{Stream, stream};
 use kvist_errors::{Code, KvistError};
 use kvist_link::{RequestEvent, RequestStream};
-use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, Finished, TokenIds, engine_request::Prompt};
+use kvist_proto::engine::v1::{AbortReason, EngineRequest, FinishReason, TokenIds, engine_request::Prompt};
 use kvist_schedule::{MOST_REFUSALS, Report, TargetId};
 use kvist_telemetry::names;
 use tokio::time::Sleep;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tracing::field::Empty;
 use xxhash_rust::xxh3::xxh3_64;
+
+mod hand_on;
 
 use crate::{
     answer::Answer,
@@ -24,7 +26,7 @@ use crate::{
     door::{Entry, Place, Waiting},
     explain::{Ending, SeenDecision},
     generate::GenerateEvent,
-    hand_over::{HandOver, expected_first_token, hand_on, lease_id},
+    hand_over::{HandOver, expected_first_token, lease_id},
     health::{report_of, report_of_silence},
     parts::{Choice, Intent},
     record::{RequestRecord, record_failure},
@@ -334,32 +336,6 @@ impl Life {
         self.demand.queued_for = Some(queued_for);
         self.core.check_quarantine(&self.demand.tokens)?;
         self.place()
-    }
-
-    /// The prefill worker has done its part: the decode worker goes on.
-    fn hand_on(&mut self, mut finished: Finished) -> Result<(), KvistError> {
-        if !matches!(finished.reason(), FinishReason::Length | FinishReason::Stop) {
-            let is_late = self.deadline.deadline() <= tokio::time::Instant::now() + DEADLINE_SLACK;
-            let ended = || KvistError::new(Code::Cancelled, "the request was ended at the engine");
-            return Err(if is_late { late() } else { ended() });
-        }
-        self.report(Report::Success);
-        let next = self.hand_over.as_mut().and_then(|hand_over| hand_over.prefilled(&mut finished));
-        let Some((decision, mut placement, kept)) = next else {
-            return Err(KvistError::new(Code::Internal, "a prompt was computed for nobody"));
-        };
-        self.record.handed_over(finished.receipt, &decision);
-        if let Some(placed) = self.placed.take() {
-            placed.span.record(names::OUTCOME, "handed_over");
-        }
-        self.core.selector.sent(&self.core.view(), &self.demand, &mut placement);
-        hand_on(&mut self.tried, placement.node.target_id(placement.rank));
-        let prompt_tokens = u32::try_from(self.demand.tokens.len()).unwrap_or(u32::MAX);
-        self.send(placement, &decision, |request, _| {
-            // What is on its way need not be computed.
-            request.expected_cached_tokens = kept.as_ref().map(|_| prompt_tokens).or(request.expected_cached_tokens);
-            request.kv_transfer = kept;
-        })
     }
 
     fn take(&mut self, event: RequestEvent, events: &mut Vec<GenerateEvent>) {

@@ -1,25 +1,24 @@
 //! The choice of a target for a tokenized prompt, and the reservation that goes with it.
 
 use std::{
-    sync::{Arc, OnceLock},
-    time::{Duration, Instant, SystemTime},
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
 use kvist_blocks::{BlockHash, Namespace, Rank, SourceKey, block_hashes, usable_blocks};
-use kvist_errors::{Code, KvistError};
 use kvist_index::{Holder, Index, Overlaps, RecentDecisions, RecentOverlap};
 use kvist_proto::engine::v1::WorkerDescription;
 use kvist_proto::events::v1::LoadReport;
 use kvist_schedule::{
-    Book, Candidate, Decision, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, Round,
-    TargetId, TargetPromise, cached_prompt, expected_output_tokens, most_waiting_tokens, recent_is_valid_for,
+    Book, Candidate, Draws, EngineReport, Load, Outcome, OverlapCursor, Request, ReservationId, Round, TargetId,
+    TargetPromise, cached_prompt, expected_output_tokens, recent_is_valid_for,
 };
 use kvist_text::ModelText;
 use parking_lot::Mutex;
 
 use crate::{
     cluster::{ClusterView, ModelView},
-    explain::{Claim, SeenCandidate, SeenDecision},
+    explain::{Claim, SeenCandidate},
     needs::Needs,
     parts::{About, Behind, Choice, Field, Intent, Parts, group_of},
     target::WorkerNode,
@@ -65,7 +64,7 @@ pub(crate) struct Placement {
     /// Prompt tokens that may wait there; with more, another target is better.
     pub(crate) most_waiting_tokens: Option<u64>,
     /// When it was noted where the prompt goes.
-    noted_at: Duration,
+    pub(crate) noted_at: Duration,
 }
 
 /// A promise that ends when it is dropped.
@@ -243,7 +242,8 @@ impl Selector {
                 candidates.push(Candidate {
                     unavailable: unavailable.or(tried),
                     unsuitable,
-                    group: group_of(node, description.as_deref()),
+                    // Who hands nothing over is of no group.
+                    group: if node.round() == Round::Aggregate { 0 } else { group_of(node, description.as_deref()) },
                     cached: cached_prompt(overlap, recent, usable, block_size),
                     block_size_tokens: block_size as u64,
                     most_running,
@@ -325,80 +325,6 @@ impl Selector {
         Choice { decision, placement, behind: None }
     }
 
-    /// What is to be seen of a decision, and where the request goes.
-    fn conclude(
-        &self,
-        about: &About<'_>,
-        field: Field<'_>,
-        decision: Decision,
-        reservation: Option<Reservation>,
-        local_prefill_reason: &'static str,
-    ) -> (Arc<SeenDecision>, Result<Placement, KvistError>) {
-        let About { demand, request, lookups, now, reserve, .. } = about;
-        let Field { candidates, mut seen, nodes, .. } = field;
-        let prompt_tokens = demand.tokens.len();
-        for ((seen, candidate), verdict) in seen.iter_mut().zip(&candidates).zip(&decision.verdicts) {
-            seen.uncached_tokens = candidate.uncached_tokens(request);
-            seen.promised_tokens = candidate.outstanding_tokens.unwrap_or(candidate.promise.prefill_tokens);
-            seen.cost = verdict.score.map(|score| -score.preference);
-            seen.terms = verdict.terms;
-            seen.excluded = verdict.filtered;
-        }
-        let available = || candidates.iter().filter(|candidate| candidate.unavailable.is_none());
-        let best_hit = available().map(Candidate::matched_tokens).max().unwrap_or(0).min(prompt_tokens as u64);
-        let chosen_node = decision.chosen.and_then(|chosen| nodes.get(chosen));
-        let block_size = chosen_node.or(nodes.first()).map_or(0, |(node, _)| node.block_size());
-        let record = Arc::new(SeenDecision {
-            request_id: Arc::clone(&demand.request_id),
-            model: Arc::clone(&about.model.name),
-            decided_at: SystemTime::now(),
-            prompt_tokens: to_u32(prompt_tokens),
-            prompt_blocks: to_u32(usable_blocks(prompt_tokens, block_size)),
-            block_size_tokens: to_u32(block_size),
-            candidates: seen,
-            policy: Arc::clone(&about.policy),
-            outcome: decision.outcome,
-            available: to_u32(available().count()),
-            selectable: to_u32(decision.selectable),
-            available_hit_tokens: u32::try_from(best_hit).unwrap_or(u32::MAX),
-            queued_for: demand.queued_for,
-            chosen: decision.chosen,
-            chosen_incarnation: chosen_node.map(|(node, _)| node.incarnation),
-            attempt: about.attempt,
-            round: request.round,
-            local_prefill_reason,
-            duration: about.started.elapsed(),
-            ending: OnceLock::new(),
-        });
-        let result = match chosen_node {
-            Some((node, rank)) => {
-                // The decode target gets the prompt once it is computed.
-                if *reserve && request.round != Round::Decode {
-                    self.note(*now, node, *rank, lookups);
-                }
-                // What the index claims; what recent decisions make likely is no claim.
-                let claim = record.chosen_candidate().and_then(|seen| seen.claim.as_ref());
-                let cached = claim.filter(|claim| claim.state.is_exact()).map(|claim| {
-                    let blocks = claim.matched_blocks.min(record.prompt_blocks);
-                    blocks.saturating_mul(record.block_size_tokens)
-                });
-                Ok(Placement {
-                    node: Arc::clone(node),
-                    rank: *rank,
-                    reservation,
-                    expected_cached_tokens: cached,
-                    most_waiting_tokens: most_waiting_tokens(&decision, &candidates),
-                    noted_at: *now,
-                })
-            }
-            None if decision.outcome == Outcome::Saturated => {
-                Err(KvistError::new(Code::Overloaded, "all workers of this model are saturated").before_start())
-            }
-            None => Err(why_none(&record, about.missing)),
-        };
-        (record, result)
-    }
-
     /// The target has refused the prompt, so nothing of it comes into its cache.
     pub(crate) fn take_back(&self, view: &ClusterView, demand: &Demand, placement: &Placement) {
         let node = &placement.node;
@@ -431,7 +357,7 @@ impl Selector {
     }
 
     /// Remembers where a prompt was sent, until the events tell what came of it.
-    fn note(&self, now: Duration, node: &WorkerNode, rank: u32, lookups: &[(&str, usize, Matches)]) {
+    pub(crate) fn note(&self, now: Duration, node: &WorkerNode, rank: u32, lookups: &[(&str, usize, Matches)]) {
         let known = lookups
             .iter()
             .find(|(namespace, size, _)| *namespace == node.entry.namespace && *size == node.block_size());
@@ -487,31 +413,4 @@ fn text_differs(node: &WorkerNode, demand: &Demand) -> Option<&'static str> {
         (None, Some(_)) | (Some(_), None) => Some("tokenizer_differs"),
         (None, None) => None,
     }
-}
-
-/// Why nobody was chosen, as the client should hear it.
-fn why_none(decision: &SeenDecision, missing: Option<(&'static str, &'static str)>) -> KvistError {
-    let all = |reasons: &[&str]| {
-        !decision.candidates.is_empty()
-            && decision.candidates.iter().all(|seen| seen.excluded.is_some_and(|reason| reasons.contains(&reason)))
-    };
-    let any = |reason| decision.candidates.iter().any(|seen| seen.excluded == Some(reason));
-    let gone = ["draining", "connection_lost", "description_differs", "tokenizer_loading", "role", "already_tried"];
-    if decision.candidates.iter().any(|seen| seen.excluded == Some("no_matching_decode")) {
-        let message = "a prefill worker takes requests, and no decode worker that could take over from it";
-        return KvistError::new(Code::NoReadyTarget, message).before_start();
-    }
-    let hard = |reason: &'static str| any(reason) && all(&[&gone[..], &[reason]].concat());
-    if let Some((field, why)) = missing
-        && hard("lacks_capability")
-    {
-        return KvistError::field(Code::UnsupportedField, field, why);
-    }
-    if hard("context_too_short") {
-        return KvistError::new(
-            Code::ContextLengthExceeded,
-            format!("the prompt has {} tokens, which do not fit the model's context", decision.prompt_tokens),
-        );
-    }
-    KvistError::new(Code::NoReadyTarget, "no worker of this model takes requests at the moment").before_start()
 }

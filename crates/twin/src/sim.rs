@@ -123,7 +123,7 @@ pub struct Step {
     pub duration: Option<Duration>,
     /// New tokens, at most one for each request.
     pub tokens: Vec<(u64, u32)>,
-    /// Requests that were placed, with their cached tokens.
+    /// Requests that were placed, with the tokens that the cache had of them; what other engines sent is not among these.
     pub placed: Vec<(u64, u32)>,
     /// Requests that ended.
     pub finished: Vec<Finished>,
@@ -434,7 +434,7 @@ impl SimEngine {
             self.pool.take(needed - hits, &mut step.events);
             let cached_tokens = hits * block_size + arriving;
             let parent = usable.last().copied().unwrap_or(request.root);
-            step.placed.push((request.id, u32::try_from(cached_tokens).unwrap_or(u32::MAX)));
+            step.placed.push((request.id, u32::try_from(hits * block_size).unwrap_or(u32::MAX)));
             self.running.push(Running {
                 submitted,
                 placed: now,

@@ -200,3 +200,72 @@ fn a_reset_forgets_what_nobody_uses_and_says_so() {
     run(&mut engine, &mut ledger, &HashMap::new());
     assert_eq!((0, 0), (ledger.block_count(), engine.counters().used_blocks));
 }
+
+fn request_of(id: u64, prompt: Vec<u32>) -> SimRequest {
+    SimRequest { id, prompt, max_tokens: 1, root: root() }
+}
+
+#[test]
+fn what_another_engine_sent_is_not_computed_and_is_in_the_cache_then() {
+    let mut engine = SimEngine::new(settings(40));
+    let mut ledger = ledger();
+    let prompt: Vec<u32> = (0..23).collect();
+    let known = HashMap::from([(1, prompt.clone()), (2, prompt.clone())]);
+    // Three whole blocks and a part of a fourth.
+    let transfer = SimTransfer { external_tokens: 14, keeps_blocks: false };
+    engine.submit_with(Duration::ZERO, request_of(1, prompt.clone()), transfer);
+    let sent = run(&mut engine, &mut ledger, &known)[&1].0;
+    assert_eq!((12, 12), (sent.cached_tokens, sent.external_tokens));
+    assert_eq!(12, engine.counters().external_tokens);
+    // What it has itself it takes itself.
+    let transfer = SimTransfer { external_tokens: 20, keeps_blocks: false };
+    engine.submit_with(Duration::ZERO, request_of(2, prompt), transfer);
+    let again = run(&mut engine, &mut ledger, &known)[&2].0;
+    assert_eq!((20, 0), (again.cached_tokens, again.external_tokens));
+}
+
+proptest! {
+    /// Kept blocks are not evicted, and are given back once, whenever that is asked for.
+    #[test]
+    fn what_is_kept_stays_until_it_is_released_and_nothing_is_left(
+        requests in prop::collection::vec((prop::collection::vec(0u32..2, 1..24), any::<bool>(), 0u8..4, 0usize..24), 1..20),
+        blocks in 12usize..40,
+    ) {
+        let mut engine = SimEngine::new(settings(blocks));
+        let mut ledger = ledger();
+        let mut kept: HashMap<u64, Vec<u32>> = HashMap::new();
+        for (id, (prompt, keeps_blocks, releases, external_tokens)) in (0u64..).zip(requests) {
+            let known = HashMap::from([(id, prompt.clone())]);
+            let needed = (prompt.len() + 1).div_ceil(4);
+            let pinned: usize = engine.counters().used_blocks;
+            if needed > blocks - pinned {
+                kept.drain().for_each(|(id, _)| engine.release(id));
+            }
+            let transfer = SimTransfer { external_tokens: external_tokens.min(prompt.len()), keeps_blocks };
+            engine.submit_with(Duration::ZERO, request_of(id, prompt.clone()), transfer);
+            match releases {
+                0 => engine.release(id),
+                1 => engine.abort(id),
+                _ => {}
+            }
+            run(&mut engine, &mut ledger, &known);
+            if keeps_blocks && releases > 1 {
+                kept.insert(id, prompt);
+            }
+            for prompt in kept.values() {
+                let whole = usable(prompt);
+                prop_assert_eq!(whole.len(), ledger.claimed_prefix_blocks(&whole));
+            }
+            if releases == 3 {
+                engine.release(id);
+                engine.release(id);
+                kept.remove(&id);
+            }
+            let counters = engine.counters();
+            prop_assert_eq!(kept.values().map(|prompt| prompt.len() / 4).sum::<usize>(), counters.pinned_blocks);
+            prop_assert!(counters.used_blocks <= counters.pinned_blocks);
+        }
+        kept.keys().for_each(|id| engine.release(*id));
+        prop_assert_eq!((0, 0), (engine.counters().pinned_blocks, engine.counters().used_blocks));
+    }
+}
