@@ -113,6 +113,19 @@ def test_a_prefill_worker_that_is_killed_costs_nobody_an_answer(cluster: Embedde
     eventually("nothing is kept", lambda: is_clean(cluster))
 
 
+def test_a_prefill_worker_that_says_nothing_more_hangs_nobody(cluster: EmbeddedCluster) -> None:
+    _, worker = worker_of(cluster, "prefill")
+    os.kill(worker["process_id"], signal.SIGSTOP)
+    try:
+        answer = ask(cluster)
+    finally:
+        os.kill(worker["process_id"], signal.SIGCONT)
+    assert answer.choices[0].finish_reason == "length"
+    assert rounds(cluster, answer)[-1][1] == "length"
+    eventually("it takes requests again", lambda: len(ready(cluster)) == 2)
+    eventually("nothing is kept", lambda: is_clean(cluster))
+
+
 def test_a_decode_worker_that_is_killed_ends_a_stream_with_one_error_and_no_block_stays_kept(
     cluster: EmbeddedCluster,
 ) -> None:

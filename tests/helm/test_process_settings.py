@@ -56,7 +56,7 @@ OWN = {
     "worker": {
         "grpc_listen", "admin_listen", "insecure", "telemetry",
         "worker_uid", "model", "namespace", "pool_uid", "pool_revision", "role", "hash_seed",
-        "incarnation_floor", "drain_time_limit_ms", "engine", "engine_arguments",
+        "incarnation_floor", "drain_time_limit_ms", "engine", "engine_arguments", "hand_over",
         "reflection", "open_services", *TLS,
     },
 }  # fmt: skip
