@@ -67,7 +67,11 @@ def run(settings: WorkerSettings, *, ready_path: Path | None) -> None:
             with errors.core_errors():
                 # Before an engine is loaded, which takes minutes.
                 _core.check_machine(settings.core_json())
-                engine = call(lambda: engines.create(settings.engine, settings.engine_arguments, settings.hand_over))
+                engine = call(
+                    lambda: engines.create(
+                        settings.engine, settings.engine_arguments, settings.hand_over, is_prefill=settings.is_prefill
+                    )
+                )
                 server = _core.WorkerServer(runtime, settings.core_json(), engine)
                 addresses = json.loads(call(server.start))
             stop.is_started = True

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from kvist.engine.v1.engine_pb2 import ROLE_PREFILL
 from kvist.settings import DoorSettings, TelemetrySettings
 
 _UINT64_MAX = 2**64 - 1
@@ -80,6 +81,11 @@ class WorkerSettings(DoorSettings):
     def _is_safe(self) -> Self:
         self.check_listen(self.grpc_listen)
         return self
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes prompts for decode workers."""
+        return self.role in {"prefill", "ROLE_PREFILL", int(ROLE_PREFILL)}
 
     def core_json(self) -> str:
         """What the server in the core reads."""

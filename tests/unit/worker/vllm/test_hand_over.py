@@ -11,22 +11,23 @@ from kvist_worker.settings import HandOverSettings
 
 def test_the_connector_is_configured_by_the_hand_over() -> None:
     shared = HandOverSettings(connector="ExampleConnector", shared_folder="/kv")
-    assert with_connector({"model": "m"}, shared) == {
+    assert with_connector({"model": "m"}, shared, is_prefill=True) == {
         "model": "m",
         "kv-transfer-config": {
             "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
+            "kv_role": "kv_producer",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"shared_storage_path": "/kv"},
         },
     }
     pulled = HandOverSettings(connector="NixlConnector", protocol="tcp", lease_ms=12_000, on_failure="fail")
-    config = with_connector({}, pulled)["kv-transfer-config"]
+    config = with_connector({}, pulled, is_prefill=False)["kv-transfer-config"]
+    assert config["kv_role"] == "kv_consumer"
     assert (config["kv_load_failure_policy"], config["kv_connector_extra_config"]) == (
         "fail",
         {"kv_lease_duration": 12},
     )
-    assert with_connector({"model": "m"}, None) == {"model": "m"}
+    assert with_connector({"model": "m"}, None, is_prefill=False) == {"model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_the_connector_is_configured_by_the_hand_over() -> None:
 )
 def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], connector: str, field: str) -> None:
     with pytest.raises(KvistError) as refused:
-        with_connector(arguments, HandOverSettings(connector=connector, shared_folder="/kv"))
+        with_connector(arguments, HandOverSettings(connector=connector, shared_folder="/kv"), is_prefill=True)
     assert [violation.field for violation in refused.value.fields] == [field]
 
 

@@ -12,7 +12,9 @@ from kvist_worker.settings import HandOverSettings
 NAMES = ("attached", "llamacpp", "sim", "vllm")
 
 
-def create(name: str, arguments: Mapping[str, Any], hand_over: HandOverSettings | None = None) -> EngineAdapter | None:
+def create(
+    name: str, arguments: Mapping[str, Any], hand_over: HandOverSettings | None = None, *, is_prefill: bool = False
+) -> EngineAdapter | None:
     """The adapter of an engine; none for those that the core brings: the simulated one and servers that run already.
 
     Raises:
@@ -49,6 +51,6 @@ def create(name: str, arguments: Mapping[str, Any], hand_over: HandOverSettings 
                 raise error(
                     "NOT_IMPLEMENTED", f"vLLM cannot be imported ({failure}): kvist engine install vllm --cpu or --cuda"
                 ) from failure
-            return VllmEngine(binding.VllmBinding(binding.read_arguments(arguments, hand_over)))
+            return VllmEngine(binding.VllmBinding(binding.read_arguments(arguments, hand_over, is_prefill=is_prefill)))
         case _:
             raise invalid_field("engine", f"must be one of {', '.join(NAMES)}")

@@ -59,14 +59,16 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
         raise engine_arguments.refused_by_vllm(message)
 
 
-def read_arguments(given: Mapping[str, Any], hand_over: HandOverSettings | None = None) -> VllmArguments:
+def read_arguments(
+    given: Mapping[str, Any], hand_over: HandOverSettings | None = None, *, is_prefill: bool = False
+) -> VllmArguments:
     """Checks arguments against the names that the installed vLLM has, and tells its connector how to hand KV over.
 
     Raises:
         KvistError: `NOT_IMPLEMENTED` for a version that is too old, `INVALID_ARGUMENT` for wrong arguments.
     """
     vllm_version.check(vllm.__version__)
-    given = with_connector(given, hand_over)
+    given = with_connector(given, hand_over, is_prefill=is_prefill)
     if hand_over is not None:
         with socket.socket() as probe:
             probe.bind((SIDE_CHANNEL_HOST, 0))

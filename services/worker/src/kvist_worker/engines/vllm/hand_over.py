@@ -1,7 +1,4 @@
-"""How vLLM is told to hand KV over: its connector's configuration and environment. Pure.
-
-Both roles get `kv_both`: a decode worker also computes prompts itself, and then its KV may be fetched like any other.
-"""
+"""How vLLM is told to hand KV over: its connector's configuration and environment. Pure."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -17,7 +14,7 @@ _UCX_TRANSPORTS = {"tcp": "tcp,self,sm", "rdma": "rc,ud,self,sm"}
 SIDE_CHANNEL_HOST = "127.0.0.1"
 
 
-def connector_config(settings: HandOverSettings) -> dict[str, Any]:
+def connector_config(settings: HandOverSettings, *, is_prefill: bool) -> dict[str, Any]:
     """`--kv-transfer-config` of a worker.
 
     Raises:
@@ -31,13 +28,15 @@ def connector_config(settings: HandOverSettings) -> dict[str, Any]:
         raise invalid_field("hand_over.connector", f"must be {NIXL} or {EXAMPLE} with vLLM")
     return {
         "kv_connector": settings.connector,
-        "kv_role": "kv_both",
+        "kv_role": "kv_producer" if is_prefill else "kv_consumer",
         "kv_load_failure_policy": settings.on_failure,
         "kv_connector_extra_config": extra,
     }
 
 
-def with_connector(arguments: Mapping[str, Any], settings: HandOverSettings | None) -> dict[str, Any]:
+def with_connector(
+    arguments: Mapping[str, Any], settings: HandOverSettings | None, *, is_prefill: bool
+) -> dict[str, Any]:
     """The engine's arguments with the connector's.
 
     Raises:
@@ -51,7 +50,7 @@ def with_connector(arguments: Mapping[str, Any], settings: HandOverSettings | No
     if settings.connector == EXAMPLE and given.get("enable_lora"):
         # Its files are named by token ids alone.
         raise invalid_field("engine_arguments.enable-lora", f"is refused with {EXAMPLE}, whose files know no adapters")
-    return {**arguments, "kv-transfer-config": connector_config(settings)}
+    return {**arguments, "kv-transfer-config": connector_config(settings, is_prefill=is_prefill)}
 
 
 def set_environment(environment: MutableMapping[str, str], settings: HandOverSettings, *, port: int) -> None:
