@@ -117,7 +117,6 @@ impl Engine for ScriptedEngine {
             block_size_tokens: 16,
             hash_algorithm: String::new(),
             ranks: 1,
-            hash_algorithm: String::new(),
             claims_hold_for_all: false,
             makes_choices: true,
             capabilities: Capabilities {
