@@ -188,6 +188,13 @@ async fn a_pair_answers_as_one_engine_does_and_both_decisions_can_be_explained()
     let alone = TestWorker::start_sim(2, quick()).await;
     let whole = Mesh::start(&[&alone]).await.answer("w", &prompt(1, 200), 9).await.unwrap().0;
     let mesh = Mesh::start(&[&first, &second]).await;
+    // What would be done, without doing it.
+    let asked = Some(wire::Prompt { form: Some(Form::Tokens(TokenIds { ids: prompt(1, 200) })) });
+    let run = wire::DryRun { model: MODEL.to_owned(), prompt: asked, ..wire::DryRun::default() };
+    let request = wire::ExplainRequest { subject: Some(Subject::DryRun(run)) };
+    let planned = limited(mesh.client.clone().explain(request)).await.unwrap().into_inner().decisions;
+    let planned: Vec<_> = planned.into_iter().map(|one| one.round).collect();
+    assert_eq!((vec!["prefill".to_owned(), "decode".to_owned()], 0), (planned, mesh.router.core().open_reservations()));
     let (tokens, end) = mesh.answer("a", &prompt(1, 200), 9).await.unwrap();
     assert_eq!(whole, tokens);
     let usage = end.usage.unwrap();

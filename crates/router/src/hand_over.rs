@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvist_errors::{Code, KvistError};
 use kvist_proto::engine::v1::{EngineRequest, Finished, KvTransferParameters, StopConditions};
 use prost_types::{Struct, Value, value::Kind};
 
@@ -56,17 +57,22 @@ pub(crate) struct HandOver {
 }
 
 impl HandOver {
-    /// A request begins at a prefill target. None when the decode target has no place after all.
+    /// A request begins at a prefill target.
+    ///
+    /// # Errors
+    /// Nobody is behind it after all.
     pub(crate) fn begin(
         prefill: &Placement,
         behind: Behind,
         lease_id: String,
         metrics: &RouterMetrics,
-    ) -> Option<Self> {
-        let connection = prefill.node.connection.as_ref()?;
+    ) -> Result<Self, KvistError> {
+        let Some(connection) = &prefill.node.connection else {
+            return Err(KvistError::new(Code::Internal, "a target without a connection was chosen"));
+        };
         let layout = prefill.node.description().and_then(|description| description.kv_layout.clone());
-        let decode = Some((behind.decision, behind.placement.ok()?));
-        Some(Self {
+        let decode = Some((behind.decision, behind.placement?));
+        Ok(Self {
             stage: Stage::Prefill { decode },
             connector: layout.map(|layout| layout.connector).unwrap_or_default(),
             lease: Some(Lease { connection: Arc::clone(connection), id: lease_id }),
@@ -134,9 +140,15 @@ impl HandOver {
         }
     }
 
+    /// The prefill worker has more to do than was known, and the request is placed anew.
+    pub(crate) fn refused(&mut self) {
+        self.outcome = "refused";
+    }
+
     /// Its part at the present worker has failed.
     pub(crate) fn failed(&mut self) {
         self.outcome = match self.stage {
+            _ if self.outcome == "refused" => self.outcome,
             Stage::Prefill { .. } => "prefill_failed",
             Stage::Waiting { .. } => "decode_failed",
             Stage::Answering => self.outcome,

@@ -195,7 +195,8 @@ impl Life {
             let _ = decision.ending.set(Ending { outcome: error.code.name(), ..Ending::default() });
         })?;
         let lease_id = lease_id(&self.template.request_id, attempt);
-        self.hand_over = behind.and_then(|behind| HandOver::begin(&placement, behind, lease_id, &self.core.metrics));
+        let metrics = &self.core.metrics;
+        self.hand_over = behind.map(|behind| HandOver::begin(&placement, behind, lease_id, metrics)).transpose()?;
         self.record.expected_cached_tokens = placement.expected_cached_tokens;
         let most_waiting_tokens = placement.most_waiting_tokens.filter(|_| self.refusals < MOST_REFUSALS);
         self.tried.push(placement.node.target_id(placement.rank));
@@ -458,6 +459,9 @@ impl Life {
         self.report(report_of(refusal));
         if let Some(placed) = &self.placed {
             self.core.selector.take_back(&self.core.view(), &self.demand, &placed.placement);
+        }
+        if let Some(hand_over) = &mut self.hand_over {
+            hand_over.refused();
         }
         self.tried.pop();
         self.refusals += 1;
