@@ -7,7 +7,7 @@ use kvist_proto::{
     controller::v1::Model,
     engine::v1::{StructuredOutput, structured_output::Constraint},
 };
-use kvist_text::{CallIdForm, Calls, ModelText, Parsing, PromptEnd, ReasoningFamily, ToolFamily};
+use kvist_text::{CallIdForm, Calls, ModelText, OfferedTool, Parsing, PromptEnd, ReasoningFamily, ToolFamily};
 use serde_json::{Value, json};
 
 use crate::generate::{AnswerForm, GenerateInput, Prompt, ToolChoice};
@@ -19,7 +19,7 @@ const NO_PARSER: &str = "none";
 #[derive(Debug, Default)]
 pub(crate) struct OfferedTools {
     form: AnswerForm,
-    names: Arc<[String]>,
+    tools: Arc<[OfferedTool]>,
     /// Calls in the conversation so far; some templates number them.
     past_calls: usize,
     is_chat: bool,
@@ -90,7 +90,8 @@ impl OfferedTools {
             },
         };
         let is_strict = matches!(constraint, Some(Constraint::StructuralTag(_)));
-        let names = tools.iter().filter_map(name_of).collect();
+        let offered = |tool: &Value| name_of(tool).map(|name| OfferedTool::new(name, parameters_of(tool)));
+        let tools = tools.iter().filter_map(offered).collect();
         if constraint.is_some() {
             if input.structured_output.is_some() {
                 let why = "cannot be combined with strict tools or a choice that asks for tool calls";
@@ -99,7 +100,7 @@ impl OfferedTools {
             input.structured_output = Some(StructuredOutput { constraint });
         }
         let has_constraint = input.structured_output.as_ref().is_some_and(|output| output.constraint.is_some());
-        Ok(Self { form, names, past_calls, is_chat, is_constrained: has_constraint && !is_strict, is_strict })
+        Ok(Self { form, tools, past_calls, is_chat, is_constrained: has_constraint && !is_strict, is_strict })
     }
 
     /// Whether the model decides on calls and their arguments have to keep to a schema.
@@ -133,7 +134,7 @@ impl OfferedTools {
                 return Err(unsupported_tools("the chat template of this model does not show tools to it"));
             }
             ToolChoice::Auto => match family {
-                Some(family) => Calls::Free { family, tools: self.names },
+                Some(family) => Calls::Free { family, tools: self.tools },
                 None => return Err(unsupported_tools("nothing is known of how this model writes tool calls")),
             },
         };

@@ -17,7 +17,8 @@ mod vocabulary;
 pub use detokenize::Detokenizer;
 pub use model::{Chat, ModelText, TextError, TextHeader, digest_hex};
 pub use parse::{
-    AnswerParser, CallIdForm, Calls, JsonCallForm, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily, ToolFamily,
+    AnswerParser, CallIdForm, Calls, JsonCallForm, OfferedTool, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily,
+    ToolFamily,
 };
 pub use stop::{StopOutcome, StopStrings};
 

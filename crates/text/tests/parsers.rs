@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use kvist_text::{AnswerParser, Calls, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily, ToolFamily};
+use kvist_text::{AnswerParser, Calls, OfferedTool, Parsing, Piece, Pieces, PromptEnd, ReasoningFamily, ToolFamily};
 use proptest::prelude::*;
+use serde_json::json;
 
 /// What the pieces say, put together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,8 +44,12 @@ fn read<'a>(parsing: &Parsing, parts: impl IntoIterator<Item = &'a str>) -> Said
     said
 }
 
-fn tools() -> Arc<[String]> {
-    ["get_weather", "add", "f"].map(str::to_owned).into()
+fn tools() -> Arc<[OfferedTool]> {
+    let weather = json!({"properties": {"city": {"type": "string"}, "days": {"type": "array"}}});
+    let add = json!({"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}});
+    [("get_weather", weather), ("add", add), ("f", json!({}))]
+        .map(|(name, schema)| OfferedTool::new(name, &schema))
+        .into()
 }
 
 fn free(family: ToolFamily) -> Parsing {
@@ -321,6 +326,84 @@ fn experimental() -> Vec<Fixture> {
     ]
 }
 
+fn tagged() -> Vec<Fixture> {
+    // A call that has a name and cannot be read further stays open; what is left is text, and it counts.
+    let broken = |parsing, written, rest| {
+        let mut broken = fixture(parsing, written, "", rest, &[("f", "{", false)]);
+        broken.said.failures = 1;
+        broken
+    };
+    let coder = || free(ToolFamily::Qwen3Coder);
+    let glm = || free(ToolFamily::Glm);
+    // Digits of a text stay a text, and what no schema speaks of is what it looks like.
+    let noted: Call = ("add", r#"{"a": 7, "note": "12", "more": true, "free": "two words"}"#, true);
+    vec![
+        fixture(
+            coder(),
+            concat!(
+                "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n東京\n</parameter>\n",
+                "<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>\n",
+                "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+            ),
+            "",
+            "I look.\n",
+            &[TOKYO, NOTHING],
+        ),
+        fixture(
+            coder(),
+            concat!(
+                "<tool_call><function=add><parameter=a>7</parameter><parameter=note>12</parameter>",
+                "<parameter=more>true</parameter><parameter=free>two words</parameter></function></tool_call>",
+            ),
+            "",
+            "",
+            &[noted],
+        ),
+        fixture(
+            coder(),
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\n\n a\n</b>\n\n</parameter>\n</function>\n</tool_call>",
+            "",
+            "",
+            &[("get_weather", r#"{"city": "\n a\n</b>\n"}"#, true)],
+        ),
+        failing(coder(), "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+        failing(coder(), r#"<tool_call>{"name": "f"}</tool_call>"#),
+        broken(coder(), "<tool_call><function=f><parameter=x>1</function></tool_call>", "<parameter=x>1</function>"),
+        fixture(coder(), "a < b and <tool", "", "a < b and <tool", &[]),
+        fixture(
+            glm(),
+            concat!(
+                "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>東京</arg_value>\n",
+                "<arg_key>days</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call><tool_call>f</tool_call>",
+            ),
+            "",
+            "I look.\n",
+            &[TOKYO, NOTHING],
+        ),
+        fixture(
+            glm(),
+            concat!(
+                "<tool_call>add<arg_key>a</arg_key><arg_value>7</arg_value><arg_key>note</arg_key><arg_value>12",
+                "</arg_value><arg_key>more</arg_key><arg_value>true</arg_value><arg_key>free</arg_key>",
+                "<arg_value>two words</arg_value></tool_call>",
+            ),
+            "",
+            "",
+            &[noted],
+        ),
+        failing(glm(), "<tool_call>no name</tool_call>"),
+        broken(glm(), "<tool_call>f<arg_key>x</arg_key></tool_call>", "<arg_key>x</arg_key>"),
+    ]
+}
+
+#[test]
+fn a_call_in_tags_that_is_cut_keeps_what_was_whole_and_loses_nothing() {
+    let cut = "<tool_call>\n<function=get_weather>\n<parameter=city>\n東京\n</parameter>\n<parameter=days>\n[1,";
+    let said = read(&free(ToolFamily::Qwen3Coder), [cut]);
+    assert_eq!(vec![("get_weather".to_owned(), r#"{"city": "東京""#.to_owned(), false)], said.calls);
+    assert_eq!(("<parameter=days>\n[1,", 0), (said.text.as_str(), said.failures));
+}
+
 fn constrained() -> Vec<Fixture> {
     let list = || Parsing { calls: Calls::List, ..Parsing::default() };
     let named = || Parsing { calls: Calls::Named("f".to_owned()), ..Parsing::default() };
@@ -340,7 +423,7 @@ fn constrained() -> Vec<Fixture> {
 }
 
 fn corpus() -> Vec<Fixture> {
-    [hermes(), llama(), mistral(), deepseek(), gpt_oss(), thoughts(), experimental(), constrained()]
+    [hermes(), llama(), mistral(), deepseek(), gpt_oss(), thoughts(), experimental(), tagged(), constrained()]
         .into_iter()
         .flatten()
         .collect()
@@ -432,6 +515,14 @@ fn hostile_text_takes_time_in_proportion_to_its_length() {
 /// Fragments of all families, with `w` in places where it is text, a name or an argument.
 fn fragment() -> impl Strategy<Value = &'static str> {
     prop::sample::select(vec![
+        "<function=f>",
+        "</function>",
+        "<parameter=w>",
+        "</parameter>",
+        "<arg_key>w",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
         "w ",
         " ",
         "\n",

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use super::{
     json::{Status, ValueEnd},
     piece::Pieces,
+    tool::OfferedTool,
 };
 
 /// The tools that may be called, where a call has no mark and only its name tells it from other JSON.
-pub(crate) type KnownTools = Option<Arc<[String]>>;
+pub(crate) type KnownTools = Option<Arc<[OfferedTool]>>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Field {
@@ -168,7 +169,9 @@ impl CallObject {
             }
             Field::Name => {
                 let Ok(name) = serde_json::from_str::<String>(&value) else { return (taken, Status::Broken) };
-                if name.is_empty() || self.known.as_ref().is_some_and(|known| !known.contains(&name)) {
+                if name.is_empty()
+                    || self.known.as_ref().is_some_and(|known| known.iter().all(|tool| tool.name != name))
+                {
                     return (taken, Status::Broken);
                 }
                 self.has_name = true;

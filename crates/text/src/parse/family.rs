@@ -8,6 +8,8 @@ use super::{
     marked::{MarkedCalls, MarkedForm},
     reasoning::ThoughtForm,
     sections::{Head, SectionCalls, SectionForm},
+    tagged::{TaggedCalls, TaggedForm},
+    tool::OfferedTool,
 };
 
 /// How a family of models writes tool calls.
@@ -29,6 +31,10 @@ pub enum ToolFamily {
     KimiK2,
     /// Granite 3. Experimental.
     Granite,
+    /// Qwen3-Coder: `<function=NAME><parameter=KEY>`. Experimental.
+    Qwen3Coder,
+    /// GLM 4.5: `NAME<arg_key>KEY</arg_key>`. Experimental.
+    Glm,
 }
 
 /// How a call is written around its name, which is JSON, and its arguments.
@@ -114,7 +120,7 @@ pub enum CallIdForm {
 
 impl ToolFamily {
     /// All, by name.
-    pub const ALL: [(&'static str, Self); 8] = [
+    pub const ALL: [(&'static str, Self); 10] = [
         ("hermes", Self::Hermes),
         ("llama3_json", Self::Llama3Json),
         ("mistral", Self::Mistral),
@@ -123,6 +129,8 @@ impl ToolFamily {
         ("gpt_oss", Self::GptOss),
         ("kimi_k2", Self::KimiK2),
         ("granite", Self::Granite),
+        ("qwen3_coder", Self::Qwen3Coder),
+        ("glm", Self::Glm),
     ];
 
     /// The family of a name.
@@ -150,8 +158,12 @@ impl ToolFamily {
             Some(Self::KimiK2)
         } else if has(MISTRAL.open) {
             Some(Self::Mistral)
-        } else if has(HERMES.open) && !has("<function=") && !has("<arg_key>") {
-            Some(Self::Hermes)
+        } else if has(HERMES.open) {
+            Some(match (has("<function="), has("<arg_key>")) {
+                (true, _) => Self::Qwen3Coder,
+                (_, true) => Self::Glm,
+                _ => Self::Hermes,
+            })
         } else if has(GRANITE.open) {
             Some(Self::Granite)
         } else if has("<|start_header_id|>") && has("\"parameters\"") {
@@ -168,7 +180,10 @@ impl ToolFamily {
             vec![form.section_open, form.section_close, form.call_open, form.separator, form.call_close]
         };
         match self {
-            Self::Hermes => vec![HERMES.open, HERMES.close],
+            Self::Hermes | Self::Qwen3Coder => vec![HERMES.open, HERMES.close],
+            Self::Glm => {
+                vec![HERMES.open, HERMES.close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+            }
             Self::Llama3Json => vec![LLAMA.open],
             Self::Mistral => vec![MISTRAL.open, "[ARGS]", "[CALL_ID]"],
             Self::DeepSeekV3 | Self::DeepSeekV31 => sections(DEEPSEEK_V3),
@@ -199,10 +214,11 @@ impl ToolFamily {
         })
     }
 
-    pub(crate) fn reader(self, tools: &Arc<[String]>) -> Option<ToolReader> {
+    pub(crate) fn reader(self, tools: &Arc<[OfferedTool]>) -> Option<ToolReader> {
         let marked =
             |form, known: KnownTools| ToolReader::Marked(super::marks::Fed::new(MarkedCalls::new(form, known)));
         let sections = |form| ToolReader::Sections(super::marks::Fed::new(SectionCalls::new(form)));
+        let tagged = |form| ToolReader::Tagged(super::marks::Fed::new(TaggedCalls::new(form, Arc::clone(tools))));
         Some(match self {
             Self::Hermes => marked(HERMES, None),
             // Without a mark, only the name tells a call from an answer in JSON.
@@ -212,6 +228,8 @@ impl ToolFamily {
             Self::DeepSeekV3 => sections(DEEPSEEK_V3),
             Self::DeepSeekV31 => sections(DEEPSEEK_V31),
             Self::KimiK2 => sections(KIMI_K2),
+            Self::Qwen3Coder => tagged(TaggedForm::Qwen3Coder),
+            Self::Glm => tagged(TaggedForm::Glm),
             Self::GptOss => return None,
         })
     }
@@ -288,6 +306,7 @@ impl ReasoningFamily {
 pub(crate) enum ToolReader {
     Marked(super::marks::Fed<MarkedCalls>),
     Sections(super::marks::Fed<SectionCalls>),
+    Tagged(super::marks::Fed<TaggedCalls>),
     /// The whole answer is the arguments of one tool.
     Named(super::marks::Fed<super::named::NamedArguments>),
 }
@@ -307,6 +326,7 @@ impl ToolReader {
         match self {
             Self::Marked(reader) => reader.feed(text, out),
             Self::Sections(reader) => reader.feed(text, out),
+            Self::Tagged(reader) => reader.feed(text, out),
             Self::Named(reader) => reader.feed(text, out),
         }
     }
@@ -315,6 +335,7 @@ impl ToolReader {
         match self {
             Self::Marked(reader) => reader.finish(out),
             Self::Sections(reader) => reader.finish(out),
+            Self::Tagged(reader) => reader.finish(out),
             Self::Named(reader) => reader.finish(out),
         }
     }

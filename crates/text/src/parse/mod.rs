@@ -13,12 +13,15 @@ mod named;
 mod piece;
 mod reasoning;
 mod sections;
+mod tagged;
+mod tool;
 
 use std::sync::Arc;
 
 pub use family::{CallIdForm, JsonCallForm, ReasoningFamily, ToolFamily};
 pub use piece::{Piece, Pieces};
 pub use reasoning::PromptEnd;
+pub use tool::OfferedTool;
 
 use family::ToolReader;
 use marks::Fed;
@@ -33,8 +36,8 @@ pub enum Calls {
     Free {
         /// How it writes them.
         family: ToolFamily,
-        /// Names of the tools.
-        tools: Arc<[String]>,
+        /// The tools.
+        tools: Arc<[OfferedTool]>,
     },
     /// A schema makes the whole answer a list of calls.
     List,

@@ -30,7 +30,17 @@ ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:
 
 # Families of `crates/text/src/parse/family.rs`.
 ToolParser = Literal[
-    "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss", "kimi_k2", "granite"
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gpt_oss",
+    "kimi_k2",
+    "granite",
+    "qwen3_coder",
+    "glm",
 ]
 ReasoningParser = Literal["none", "qwen3", "deepseek_r1", "mistral", "gpt_oss", "kimi", "seed_oss"]
 
