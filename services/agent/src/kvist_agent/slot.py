@@ -407,6 +407,8 @@ class WorkerSlot:
 
 def worker_settings(spec: WorkerSpec, *, incarnation_floor: int, network: WorkerSettings) -> dict[str, Any]:
     """What a worker is started with."""
+    # Only where there is one: a worker of an older environment knows no such setting.
+    hand_over = {"hand_over": _hand_over_settings(spec.hand_over)} if spec.HasField("hand_over") else {}
     return {
         "worker_uid": spec.worker_uid,
         "model": spec.model,
@@ -423,7 +425,7 @@ def worker_settings(spec: WorkerSpec, *, incarnation_floor: int, network: Worker
         "drain_time_limit_ms": spec.drain_time_limit.ToMilliseconds() or int(DEFAULT_DRAIN_SECONDS * 1000),
         "engine": spec.engine,
         "engine_arguments": json_format.MessageToDict(spec.engine_arguments),
-        "hand_over": _hand_over_settings(spec.hand_over) if spec.HasField("hand_over") else None,
+        **hand_over,
     }
 
 
