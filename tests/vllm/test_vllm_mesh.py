@@ -15,7 +15,7 @@ import pytest
 
 from kvist.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvist.router.v1 import router_pb2
-from support.embedded import EmbeddedCluster, chosen_worker, eventually
+from support.embedded import EmbeddedCluster, eventually
 from support.vllm_worker import BLOCK_SIZE_TOKENS, ENVIRONMENT, MODEL
 
 pytestmark = pytest.mark.timeout(1200)
@@ -89,35 +89,36 @@ def test_chat_and_completions_through_the_edge(cluster: EmbeddedCluster) -> None
     assert "Paris" in completion.choices[0].text
 
 
-def test_a_prompt_asked_again_is_cached_at_the_right_rank_and_explained(cluster: EmbeddedCluster) -> None:
-    texts = [f"{number}: {LONG_PROMPT}" for number in range(2)]
-    # While one rank computes, the other is the better one for a prompt that neither knows.
-    busy = ask(cluster, texts[0], max_tokens=200, stream=True)
-    ranks = [chosen_rank(cluster, next(iter(busy)).id)]
-    ranks.append(chosen_rank(cluster, ask(cluster, texts[1]).id))
-    assert set(ranks) == {0, 1}
-    busy.close()
-    eventually("router, KV master and ledgers agree", lambda: audit_is_clean(cluster))
-    for text, rank in zip(texts, ranks, strict=True):
-        again = ask(cluster, text)
-        cached = again.usage.prompt_tokens_details.cached_tokens
-        blocks = (again.usage.prompt_tokens - 1) // BLOCK_SIZE_TOKENS
-        assert cached == blocks * BLOCK_SIZE_TOKENS > 0
-        assert chosen_rank(cluster, again.id) == rank
-        decision = cluster.decision(again.id.removeprefix("chatcmpl-"))
-        assert [match.blocks for match in decision.candidates[decision.chosen_candidate].matches] == [blocks]
-        explained = cluster.kvist("route", "explain", again.id.removeprefix("chatcmpl-"))
-        assert f"{cached} of {again.usage.prompt_tokens} tokens cached" in explained
-        [chosen] = [line for line in explained.splitlines() if "→" in line]
-        assert f" {chosen_worker(decision)}/{rank} " in chosen
-
-
-def chosen_rank(cluster: EmbeddedCluster, answer_id: str) -> int:
-    """The rank that a request went to; it may still run."""
-    request = router_pb2.ExplainRequest(request_id=answer_id.removeprefix("chatcmpl-"))
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_prompt_goes_to_the_rank_that_holds_it_and_is_explained(cluster: EmbeddedCluster, rank: int) -> None:
+    text = f"{rank}: {LONG_PROMPT}"
     with cluster.router() as router:
-        decision = router.Explain(request, timeout=10).decisions[-1]
-    return decision.candidates[decision.chosen_candidate].rank
+        prompt = router.Tokenize(
+            router_pb2.TokenizeRequest(model=MODEL, prompt=router_pb2.Prompt(text=text)), timeout=10
+        ).token_ids
+    uid, address = worker_stub(cluster)
+    # Somebody else has asked for it, past the mesh.
+    asked = engine_pb2.EngineRequest(
+        tokens=engine_pb2.TokenIds(ids=prompt), rank=rank, stop=engine_pb2.StopConditions(max_tokens=1)
+    )
+    with grpc.insecure_channel(address) as channel:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        assert list(stub.Generate(engine_pb2.GenerateRequest(request=asked), timeout=300))
+    eventually("router, KV master and ledgers agree", lambda: audit_is_clean(cluster))
+    answer = client(cluster).completions.create(model=MODEL, prompt=text, max_tokens=4, temperature=0)
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    blocks = (len(prompt) - 1) // BLOCK_SIZE_TOKENS
+    assert cached == blocks * BLOCK_SIZE_TOKENS > 0
+    request_id = answer.id.removeprefix("cmpl-")
+    decision = cluster.decision(request_id)
+    assert {candidate.rank for candidate in decision.candidates} == {0, 1}
+    chosen = decision.candidates[decision.chosen_candidate]
+    assert chosen.rank == rank
+    assert [match.blocks for match in chosen.matches] == [blocks]
+    explained = cluster.kvist("route", "explain", request_id)
+    assert f"{cached} of {len(prompt)} tokens cached" in explained
+    [line] = [line for line in explained.splitlines() if "→" in line]
+    assert f" {uid}/{rank} " in line
 
 
 def test_the_index_is_exact_while_blocks_are_evicted(cluster: EmbeddedCluster) -> None:
