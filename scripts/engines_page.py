@@ -19,6 +19,7 @@ from google.protobuf import struct_pb2
 from kvist import _core
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError
+from kvist_worker.engine import KvLayout
 from kvist_worker.engines import llamacpp, llamacpp_request
 from kvist_worker.engines.vllm import adapter as vllm_adapter
 from kvist_worker.engines.vllm import request as vllm_request
@@ -29,6 +30,8 @@ PAGE = ROOT / "docs" / "reference" / "engines.md"
 
 CONTEXT_TOKENS = 4_096
 VOCABULARY_SIZE = 1_000
+# In the form that both engines read.
+STRUCTURAL_TAG = '{"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def vllm_facts(*, is_configured: bool) -> EngineFacts:
         # The adapter turns them on by itself.
         event_sockets={0: EventSockets("", "")},
         orders_by_priority=is_configured,
-        transfers_kv=is_configured,
+        kv_layout=KvLayout(connector="NixlConnector") if is_configured else None,
         takes_adapters=is_configured,
         is_traced=False,
         tokenizer_json=None,
@@ -99,7 +102,7 @@ def vllm_mode() -> Mode:
             ranks=facts.ranks,
             max_top_logprobs=facts.max_top_logprobs,
             orders_by_priority=facts.orders_by_priority,
-            transfers_kv=facts.transfers_kv,
+            connector="" if facts.kv_layout is None else facts.kv_layout.connector,
         )
         return python_refusal(lambda: vllm_request.prepare(request, limits=limits))
 
@@ -186,7 +189,7 @@ ROWS: tuple[tuple[str, engine_pb2.EngineRequest, str], ...] = (
     ("regular expression", constrained(regex="a*"), "regex"),
     ("grammar, in the engine's notation", constrained(grammar='root ::= "a"'), "grammar"),
     ("choice of texts", constrained(choice=engine_pb2.Choices(texts=["a", "b"])), ""),
-    ("structural tag", constrained(structural_tag="{}"), ""),
+    ("structural tag", constrained(structural_tag=STRUCTURAL_TAG), "structural_tag"),
     ("LoRA adapter", asked(adapter="a"), "adapters"),
     ("cache salt", asked(cache_salt="s"), ""),
     ("priority", asked(priority=1), ""),
@@ -202,7 +205,8 @@ ROWS: tuple[tuple[str, engine_pb2.EngineRequest, str], ...] = (
 CONDITIONS: Mapping[tuple[str, str], str] = {
     ("`vllm`", "LoRA adapter"): "`enable-lora`",
     ("`vllm`", "loading and unloading adapters"): "`enable-lora`",
-    ("`vllm`", "parameters of a KV hand-over"): "`kv-transfer-config`",
+    ("`vllm`", "parameters of a KV hand-over"): "in a `prefill` or `decode` pool",
+    ("`sim`", "parameters of a KV hand-over"): "in a `prefill` or `decode` pool",
     ("`vllm`", "pinning to one of several ranks"): "`data-parallel-size`",
     ("`attached`", "LoRA adapter"): "those that the server lists",
     ("`attached`", "cache salt"): "where the server refuses an empty one",
@@ -224,8 +228,8 @@ router where `Capabilities` say it and else by the engine; nothing is dropped. `
 
 TAIL = """
 An engine whose queue knows no priorities takes a priority as a wish without effect, except an attached server, which
-would not say so. The simulated engine draws no tokens, so that what only changes the draw has no effect there. Edges
-refuse `n` above 1 and images for all of them.
+would not say so. The simulated engine draws no tokens, so that what only changes the draw has no effect there. An
+engine that makes one choice gets a request for each. Edges refuse images for all of them.
 
 Emptying the cache (`ResetCache`) works with all of them; with an attached server where it was started with
 `VLLM_SERVER_DEV_MODE=1`.

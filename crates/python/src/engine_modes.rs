@@ -3,7 +3,7 @@
 use kvist_attached::{Api, modes};
 use kvist_errors::KvistError;
 use kvist_proto::engine::v1::{Capabilities, EngineRequest};
-use kvist_worker::{Engine as _, SimWorkerEngine, SimWorkerSettings};
+use kvist_worker::{Engine as _, HandOverSettings, SimWorkerEngine, WorkerSettings};
 use prost::Message as _;
 use pyo3::prelude::*;
 
@@ -27,12 +27,18 @@ impl Mode {
     fn is(&self, is_configured: bool) -> Result<(Capabilities, usize), KvistError> {
         match self {
             Self::Sim => {
-                let sim = SimWorkerEngine::new(SimWorkerSettings::default()).description()?;
+                let sim = sim(is_configured).description()?;
                 Ok((sim.capabilities, sim.ranks as usize))
             }
             Self::Attached(api) => Ok((modes::capabilities(*api, is_configured), modes::ranks(is_configured))),
         }
     }
+}
+
+/// A simulated engine, alone or in a pair that hands KV over.
+fn sim(is_configured: bool) -> SimWorkerEngine {
+    let hand_over = is_configured.then(HandOverSettings::default);
+    SimWorkerEngine::of(&WorkerSettings { hand_over, ..WorkerSettings::default() })
 }
 
 /// What an engine of the core can do, as an encoded `Capabilities`, and how many ranks its example has: without any
@@ -48,7 +54,7 @@ pub(crate) fn engine_mode(mode: &str, is_configured: bool) -> PyResult<(Vec<u8>,
 pub(crate) fn engine_refusal(mode: &str, is_configured: bool, request: &[u8]) -> PyResult<Option<String>> {
     let request = EngineRequest::decode(request).map_err(|error| raise_invalid("request", error))?;
     let refusal = match Mode::named(mode)? {
-        Mode::Sim => SimWorkerEngine::check(&request).err(),
+        Mode::Sim => sim(is_configured).check(&request).err(),
         Mode::Attached(api) => modes::refusal(request, api, is_configured),
     };
     Ok(refusal.map(|error| error.message))

@@ -79,3 +79,9 @@ fn chain(contents: &[u64]) -> Vec<BlockHash> {
     };
     contents.iter().map(hash).collect()
 }
+
+/// A prompt that shares a beginning with others: some blocks of the trunk, then some of one branch.
+fn prompt_of((trunk, branch, tail): (usize, u64, usize)) -> Vec<BlockHash> {
+    let contents: Vec<u64> = (0..trunk).map(|_| 0).chain((0..tail).map(|_| branch)).collect();
+    chain(&contents)
+}

@@ -2,12 +2,6 @@
 
 use super::*;
 
-/// A prompt that shares a beginning with others: some blocks of the trunk, then some of one branch.
-fn prompt_of((trunk, branch, tail): (usize, u64, usize)) -> Vec<BlockHash> {
-    let contents: Vec<u64> = (0..trunk).map(|_| 0).chain((0..tail).map(|_| branch)).collect();
-    chain(&contents)
-}
-
 #[derive(Clone, Debug)]
 enum Turn {
     /// Stores what is missing of a prompt, as far as some block.
@@ -148,4 +142,69 @@ fn who_tells_a_wrong_order_does_not_spoil_what_others_hold() {
     let prompt: Vec<BlockHash> = (1..6).map(BlockHash).collect();
     let overlaps = index.lookup(&prompt);
     assert_eq!(vec![1, 5], overlaps.iter().map(|(_, overlap)| overlap.matched_blocks).collect::<Vec<_>>());
+}
+
+proptest! {
+    #![proptest_config(cases(64))]
+
+    #[test]
+    fn a_snapshot_in_runs_is_what_was_held_and_parents_come_first(
+        turns in turns(), cut in 1usize..200, backward in any::<bool>(),
+    ) {
+        let index = index();
+        let mut sequences = [0; 70];
+        for turn in turns {
+            let (worker, event) = match turn {
+                Turn::Store { worker, prompt, tier } => {
+                    (worker, Event::Stored { tier, parent: None, hashes: prompt_of(prompt) })
+                }
+                Turn::Evict { worker, prompt, from, blocks } => {
+                    let hashes = prompt_of(prompt).into_iter().skip(from).take(blocks).rev().collect();
+                    (worker, Event::Removed { tier: Tier::Device, hashes })
+                }
+                _ => continue,
+            };
+            let batch = Batch { sequence: sequences[worker], recorded_at_unix_nanos: 0, events: vec![event] };
+            index.apply_batch(&key(worker), Incarnation(1), &batch, 1);
+            sequences[worker] += 1;
+        }
+        let taker = self::index();
+        for status in index.sources() {
+            let (status, tiers) = index.snapshot_of(&status.source).unwrap();
+            let mut parts: Vec<(Tier, Vec<Run>)> = Vec::new();
+            for (tier, runs) in &tiers {
+                let own: BTreeSet<BlockHash> = runs.iter().flat_map(|run| run.hashes.iter().copied()).collect();
+                let mut told = BTreeSet::new();
+                for run in runs {
+                    let is_told = run.parent.is_none_or(|parent| !own.contains(&parent) || told.contains(&parent));
+                    prop_assert!(is_told, "{:?}", run.parent);
+                    told.extend(run.hashes.iter().copied());
+                }
+                prop_assert_eq!(own.len(), runs.iter().map(|run| run.hashes.len()).sum::<usize>());
+                // In any other order, and cut anywhere, it means the same.
+                let mut pieces: Vec<Run> = runs.iter().flat_map(|run| {
+                    run.hashes.chunks(cut).enumerate().map(|(number, hashes)| Run {
+                        parent: (number * cut).checked_sub(1).map_or(run.parent, |before| Some(run.hashes[before])),
+                        hashes: hashes.to_vec(),
+                    })
+                }).collect();
+                if backward {
+                    pieces.reverse();
+                }
+                parts.push((*tier, pieces));
+            }
+            prop_assert!(taker.apply_snapshot(&status.source, Incarnation(1), status.next_sequence, &parts, true, 1));
+            prop_assert_eq!(DigestVerdict::Equal, taker.apply_digest(
+                &status.source, Incarnation(1), status.next_sequence, &status.tiers, true, 1,
+            ));
+        }
+        for asked in [(399, 1, 250), (200, 2, 299), (0, 3, 299)] {
+            let prompt = prompt_of(asked);
+            let claims = |index: &Index| -> Vec<_> {
+                index.lookup(&prompt).iter().map(|(key, one)| (key.clone(), one.tier_blocks, one.matched_blocks)).collect()
+            };
+            prop_assert_eq!(claims(&index), claims(&taker));
+        }
+        prop_assert_eq!(index.memory().holders, taker.memory().holders);
+    }
 }

@@ -257,7 +257,7 @@ impl SimWorkerEngine {
     ///
     /// # Errors
     /// `UNSUPPORTED_FIELD`.
-    pub fn check(request: &EngineRequest) -> Result<(), KvistError> {
+    pub fn check(&self, request: &EngineRequest) -> Result<(), KvistError> {
         let sampling = request.sampling.as_ref();
         let unsupported = [
             ("sampling.choices", sampling.is_some_and(|sampling| sampling.choices.unwrap_or(1) > 1)),
@@ -265,7 +265,7 @@ impl SimWorkerEngine {
             ("sampling.prompt_logprobs", sampling.is_some_and(|sampling| sampling.prompt_logprobs.is_some())),
             ("structured_output", request.structured_output.as_ref().is_some_and(|output| output.constraint.is_some())),
             ("adapter", !request.adapter.is_empty()),
-            ("kv_transfer", request.kv_transfer.is_some()),
+            ("kv_transfer", request.kv_transfer.is_some() && self.hand_over.is_none()),
             ("kv_hints", request.kv_hints.is_some()),
         ];
         if let Some((field, _)) = unsupported.into_iter().find(|(_, is_set)| *is_set) {
@@ -332,7 +332,7 @@ impl Engine for SimWorkerEngine {
     }
 
     fn submit(&self, request: EngineRequest, sink: RequestSink) {
-        let asked = match Self::check(&request).and_then(|()| self.asked(&request)) {
+        let asked = match self.check(&request).and_then(|()| self.asked(&request)) {
             Ok(asked) => asked,
             Err(error) => return sink.failed(&error.before_start()),
         };

