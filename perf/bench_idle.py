@@ -2,12 +2,8 @@
 
 import argparse
 import asyncio
-import contextlib
-import json
 import os
 import resource
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from perf.load import drive, request_bytes
-from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
+from perf.machine_facts import build_facts, machine_facts
 from perf.mesh import Mesh, running_mesh
 from perf.placement import Placement, placement, usable_cores
-from perf.processes import ProcessFailedError
+from perf.results import FAILURES, path_of, publish, run, say_why
 from perf.sse import WrongAnswerError
 
 BENCHMARK = "bench-idle"
@@ -241,12 +237,8 @@ def main() -> int:
         facts = {"build": build_facts(), "machine": machine_facts() | {"files_of_a_process": allowed}}
         hold = QUICK_HOLD_SECONDS if flags.quick else HOLD_SECONDS
         figures = asyncio.run(measure(count, hold_seconds=hold, cores=cores, log=log))
-    except DevelopmentBuildError as failure:
-        log.print(f"bench: {failure} is a development build\nhint: run ./task bench:idle, which makes a release build")
-        return 2
-    except (ProcessFailedError, WrongAnswerError, TimeoutError, OSError) as failure:
-        log.print(f"bench: {type(failure).__name__}: {failure}", markup=False)
-        return 2
+    except FAILURES as failure:
+        return say_why(failure, task="bench:idle", log=log)
     facts["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
     result = {
         "benchmark": BENCHMARK,
@@ -256,18 +248,9 @@ def main() -> int:
         **figures,
         **facts,
     }
-    Console(width=None if sys.stdout.isatty() else 120).print(table_of(result))
-    path = flags.output or (None if flags.quick or flags.streams else ROOT / "results" / f"{BENCHMARK}.json")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"RESULT {json.dumps(result)}")
-    return 0 if result["are_limits_met"] else 1
+    path = path_of(BENCHMARK, flags.output, is_partial=bool(flags.quick or flags.streams))
+    return publish(result, table_of(result), path=path, width=120)
 
 
 if __name__ == "__main__":
-    # However it is ended, it ends its children.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    run(main)

@@ -2,12 +2,8 @@
 
 import argparse
 import asyncio
-import contextlib
-import json
 import os
 import random
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from perf.load import Sample, request_bytes
-from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
+from perf.machine_facts import ROOT, build_facts, machine_facts
 from perf.mesh import running_mesh
 from perf.pace import drive_at_pace
 from perf.placement import Placement, placement, usable_cores
-from perf.processes import Process, ProcessFailedError
+from perf.processes import Process
+from perf.results import FAILURES, path_of, publish, run, say_why
 from perf.sse import WrongAnswerError
 from perf.summary import percentile, spreads
 
@@ -185,28 +182,13 @@ def main() -> int:
                 log=log,
             )
         )
-    except DevelopmentBuildError as failure:
-        log.print(
-            f"bench: {failure} is a development build\nhint: run ./task bench:latency, which makes a release build"
-        )
-        return 2
-    except (ProcessFailedError, WrongAnswerError, TimeoutError) as failure:
-        log.print(f"bench: {type(failure).__name__}: {failure}", markup=False)
-        return 2
+    except FAILURES as failure:
+        return say_why(failure, task="bench:latency", log=log)
     facts["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
     result = result_of(figures, facts=facts)
-    Console(width=None if sys.stdout.isatty() else 120).print(table_of(result))
-    path = flags.output or (None if flags.quick else ROOT / "results" / f"{BENCHMARK}.json")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"RESULT {json.dumps(result)}")
-    return 0 if result["are_limits_met"] else 1
+    path = path_of(BENCHMARK, flags.output, is_partial=flags.quick)
+    return publish(result, table_of(result), path=path, width=120)
 
 
 if __name__ == "__main__":
-    # However it is ended, it ends its children.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    run(main)

@@ -2,13 +2,9 @@
 
 import argparse
 import asyncio
-import contextlib
 import itertools
-import json
 import os
 import random
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from perf.load import Sample, drive, request_bytes
-from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
+from perf.machine_facts import build_facts, machine_facts
 from perf.mesh import Mesh, running_mesh
 from perf.placement import Placement, placement, usable_cores
-from perf.processes import ProcessFailedError
+from perf.results import FAILURES, path_of, publish, run, say_why
 from perf.sse import WrongAnswerError
 from perf.summary import percentile, spreads
 
@@ -253,26 +249,12 @@ def main() -> int:
                 log=log,
             )
         )
-    except DevelopmentBuildError as failure:
-        log.print(f"bench: {failure} is a development build\nhint: run ./task bench:mesh, which makes a release build")
-        return 2
-    except (ProcessFailedError, WrongAnswerError, TimeoutError) as failure:
-        log.print(f"bench: {type(failure).__name__}: {failure}", markup=False)
-        return 2
+    except FAILURES as failure:
+        return say_why(failure, task="bench:mesh", log=log)
     result = result_of(rows, figures, concurrency=flags.concurrency, facts=facts)
-    Console(width=None if sys.stdout.isatty() else 160).print(table_of(result))
-    is_partial = flags.quick or flags.only or flags.shared_cores
-    path = flags.output or (None if is_partial else ROOT / "results" / f"{BENCHMARK}.json")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"RESULT {json.dumps(result)}")
-    return 0 if result["are_limits_met"] else 1
+    path = path_of(BENCHMARK, flags.output, is_partial=bool(flags.quick or flags.only or flags.shared_cores))
+    return publish(result, table_of(result), path=path)
 
 
 if __name__ == "__main__":
-    # However it is ended, it ends its children.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    run(main)

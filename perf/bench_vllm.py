@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import socket
 import sys
 import tempfile
@@ -26,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvist import _core, engines
-from perf.machine_facts import ROOT, DevelopmentBuildError, build_facts, machine_facts
+from perf.machine_facts import ROOT, build_facts, machine_facts
 from perf.processes import Process, ProcessFailedError
+from perf.results import FAILURES, path_of, publish, run, say_why
 from perf.sse import WrongAnswerError
 from perf.summary import spreads
 from perf.token_clients import ConnectClient, HttpClient, TokenClient
@@ -286,12 +286,8 @@ def main() -> int:
     try:
         facts = {"build": build_facts(), "machine": machine_facts()}
         figures = asyncio.run(measure_all(flags.model, repetitions=repetitions, batches=batches, log=log))
-    except DevelopmentBuildError as failure:
-        log.print(f"bench: {failure} is a development build\nhint: run ./task bench:vllm, which makes a release build")
-        return 2
-    except (ProcessFailedError, WrongAnswerError, TimeoutError) as failure:
-        log.print(f"bench: {type(failure).__name__}: {failure}", markup=False)
-        return 2
+    except FAILURES as failure:
+        return say_why(failure, task="bench:vllm", log=log)
     result = {
         "benchmark": BENCHMARK,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -304,18 +300,9 @@ def main() -> int:
         "rows": [{"name": name, "figures": spreads(found, digits=1)} for name, found in figures.items()],
         **facts,
     }
-    Console(width=None if sys.stdout.isatty() else 160).print(table_of(result))
-    path = flags.output or (None if flags.quick else ROOT / "results" / f"{BENCHMARK}.json")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"RESULT {json.dumps(result)}")
-    return 0
+    path = path_of(BENCHMARK, flags.output, is_partial=flags.quick)
+    return publish(result, table_of(result), path=path)
 
 
 if __name__ == "__main__":
-    # However it is ended, it ends its children.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
-    sys.exit(130)
+    run(main)
