@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import openai
 import psutil
+import pytest
 
 from kvist.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvist.router.v1 import router_pb2
@@ -132,3 +133,26 @@ def process_of(cluster: EmbeddedCluster, role: str) -> psutil.Process:
 def whole_blocks(answer: Any) -> int:
     """Tokens of a prompt's blocks that a cache can serve."""
     return (answer.usage.prompt_tokens - 1) // BLOCK_SIZE_TOKENS * BLOCK_SIZE_TOKENS
+
+
+def check_that_leaving_clients_leave_nothing(cluster: EmbeddedCluster) -> None:
+    for number in range(3):
+        stream = ask(cluster, f"{number}. {TEXT}", max_tokens=200, stream=True)
+        if number:
+            next(iter(stream))
+        stream.close()
+        eventually("nothing runs", lambda: is_idle(cluster), limit_seconds=120)
+
+
+def check_that_a_dead_decode_engine_is_one_error(cluster: EmbeddedCluster) -> None:
+    """And that the mesh recovers from it."""
+    core = process_of(cluster, "decode")
+    stream = ask(cluster, f"A story. {TEXT}", max_tokens=200, stream=True)
+    with pytest.raises(openai.APIError):
+        for number, _ in enumerate(stream):
+            if number == 0:
+                core.kill()
+    eventually("nothing is promised", lambda: cluster.reservations() == 0, limit_seconds=60)
+    eventually("both are ready again", lambda: is_ready(cluster), limit_seconds=START_SECONDS)
+    again = ask(cluster, f"Another one. {TEXT}", max_tokens=4)
+    assert rounds(cluster, again)[-1] == ("decode", "length")

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from kvist import engines
 from support.embedded import EmbeddedCluster, eventually
 from support.vllm_pair import (
-    START_SECONDS,
     TEXT,
     alone,
     ask,
-    is_idle,
-    is_ready,
+    check_that_a_dead_decode_engine_is_one_error,
+    check_that_leaving_clients_leave_nothing,
     load_of,
-    process_of,
     rounds,
     running_pair,
     whole_blocks,
@@ -55,22 +52,8 @@ def test_kv_goes_over_tcp_and_the_answer_is_that_of_one_engine(cluster: Embedded
 
 
 def test_a_client_that_leaves_leaves_nothing_behind(cluster: EmbeddedCluster) -> None:
-    for number in range(3):
-        stream = ask(cluster, f"{number}. {TEXT}", max_tokens=200, stream=True)
-        if number:
-            next(iter(stream))
-        stream.close()
-        eventually("nothing runs", lambda: is_idle(cluster), limit_seconds=120)
+    check_that_leaving_clients_leave_nothing(cluster)
 
 
 def test_a_decode_engine_that_dies_is_one_error_and_the_mesh_recovers(cluster: EmbeddedCluster) -> None:
-    core = process_of(cluster, "decode")
-    stream = ask(cluster, f"A story. {TEXT}", max_tokens=200, stream=True)
-    with pytest.raises(openai.APIError):
-        for number, _ in enumerate(stream):
-            if number == 0:
-                core.kill()
-    eventually("nothing is promised", lambda: cluster.reservations() == 0, limit_seconds=60)
-    eventually("both are ready again", lambda: is_ready(cluster), limit_seconds=START_SECONDS)
-    again = ask(cluster, f"Another one. {TEXT}", max_tokens=4)
-    assert rounds(cluster, again)[-1] == ("decode", "length")
+    check_that_a_dead_decode_engine_is_one_error(cluster)
