@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import get_args
 
 import pytest
 import yaml
@@ -83,6 +84,7 @@ FREE = {
     "/definitions/objects/items",
     "/definitions/pod/properties/affinity",
     "/definitions/modelServiceSpec/properties/engine/properties/arguments",
+    "/definitions/modelServiceSpec/properties/pools/items/properties/engineArgs",
 }
 
 
@@ -140,9 +142,14 @@ def test_model_services_are_those_that_a_controller_takes(helm):
     spec = {
         "model": "a/b",
         "engine": {"name": "sim", "arguments": {"blocks": 4096}},
-        "replicas": 3,
+        "replicas": 1,
         "aliases": ["c"],
         "role": "aggregate",
+        "pools": [
+            {"name": "p", "role": "prefill", "replicas": 2, "engineArgs": {"blocks": 512}},
+            {"name": "d", "role": "decode"},
+        ],
+        "kvTransfer": {"connector": "sim", "protocol": "tcp", "lease": "20s", "prefillFromTokens": 64},
         "drainTimeout": "2s",
         "startupTimeout": "3m",
         "tokenizerDigest": "0" * 64,
@@ -169,9 +176,21 @@ def test_model_services_are_those_that_a_controller_takes(helm):
 
 def test_the_schema_knows_each_field_of_a_model_service(chart):
     pytest.importorskip("kvist._core", reason="the checks of a controller need the compiled core")
-    from kvist_controller.resources import EngineSpec, ModelServiceSpec  # noqa: PLC0415
+    from kvist_controller.pools import KvTransferSpec, PoolSpec, RoleName  # noqa: PLC0415
+    from kvist_controller.resources import EngineSpec, ModelServiceSpec, ReasoningParser, ToolParser  # noqa: PLC0415
 
     definition = json.loads((chart / "values.schema.json").read_text())["definitions"]["modelServiceSpec"]
-    assert set(definition["properties"]) == {field.alias for field in ModelServiceSpec.model_fields.values()}
-    engine = definition["properties"]["engine"]["properties"]
-    assert set(engine) == {field.alias for field in EngineSpec.model_fields.values()}
+    properties = definition["properties"]
+    for known, model in (
+        (properties, ModelServiceSpec),
+        (properties["engine"]["properties"], EngineSpec),
+        (properties["pools"]["items"]["properties"], PoolSpec),
+        (properties["kvTransfer"]["properties"], KvTransferSpec),
+    ):
+        assert set(known) == {field.alias for field in model.model_fields.values()}
+    for known, names in (
+        (properties["toolParser"], ToolParser),
+        (properties["reasoningParser"], ReasoningParser),
+        (properties["pools"]["items"]["properties"]["role"], RoleName),
+    ):
+        assert known["enum"] == list(get_args(names))
