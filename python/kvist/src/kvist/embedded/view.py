@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvist.agent.v1.agent_pb2 import WorkerPhase
@@ -16,6 +16,7 @@ from kvist.router.v1.router_pb2 import SourceStatus, TargetStatus
 
 _PHASE_STYLES = {"ready": "green", "starting": "yellow", "stopping": "yellow", "failed": "red"}
 _WORKER_STYLES = {"READY": "green", "REFUSED": "red", "BACKING_OFF": "red"}
+_ORDINARY_ROLE = "aggregate"
 
 
 def phase_name(phase: WorkerPhase.ValueType) -> str:
@@ -59,18 +60,22 @@ def processes_table(record: ClusterRecord) -> Table:
 
 
 def workers_table(seen: Observation) -> Table:
-    """One row for each worker: what its agent, the router and the index say of it."""
+    """One row for each worker: what its agent, the router and the index say of it.
+
+    Roles are shown where they say something; what tells whether all is well is not cut in a narrow terminal.
+    """
+    has_roles = any(role_name(worker.spec.role) != _ORDINARY_ROLE for worker in seen.workers)
     table = Table(
         "worker",
         "model",
         "engine",
-        "role",
-        "phase",
+        *(["role"] if has_roles else []),
+        Column("phase", min_width=len("READY")),
         "id",
         "restarts",
         "running",
         "waiting",
-        "index",
+        Column("index", min_width=len("EXACT")),
         "blocks",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -85,7 +90,7 @@ def workers_table(seen: Observation) -> Table:
             uid,
             worker.spec.model,
             worker.spec.engine,
-            role_name(worker.spec.role),
+            *([role_name(worker.spec.role)] if has_roles else []),
             Text(phase, style=_WORKER_STYLES.get(phase, "yellow")),
             str(worker.process_id or ""),
             str(worker.restarts),
@@ -99,7 +104,7 @@ def workers_table(seen: Observation) -> Table:
 
 def role_name(role: Role.ValueType) -> str:
     """What a worker is for, as people say it."""
-    return Role.Name(role).removeprefix("ROLE_").lower() if role else "aggregate"
+    return Role.Name(role).removeprefix("ROLE_").lower() if role else _ORDINARY_ROLE
 
 
 def unaware_lines(seen: Observation) -> list[str]:
