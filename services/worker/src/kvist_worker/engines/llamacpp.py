@@ -195,6 +195,22 @@ class _Job:
         return (self.prepared.priority, self.order)
 
 
+def read_model(arguments: LlamaCppArguments) -> tuple[Path, gguf_tokenizer.ConvertedTokenizer, LlamaCppArguments]:
+    """The model's file, its tokenizer, and the arguments with no longer a context than it was trained for.
+
+    Raises:
+        KvistError: `INVALID_ARGUMENT` when there is no such file.
+    """
+    path = arguments.model_path or packaged_model_path()
+    if not path.is_file():
+        raise invalid_field("engine_arguments.modelPath", "is not a file")
+    cache_folder = arguments.tokenizer_cache_folder or gguf_tokenizer.default_cache_folder()
+    tokenizer = gguf_tokenizer.load(path, cache_folder=cache_folder)
+    trained = tokenizer.training_context_tokens
+    context_tokens = min(arguments.context_tokens, trained) if trained else arguments.context_tokens
+    return path, tokenizer, arguments.model_copy(update={"context_tokens": context_tokens})
+
+
 class LlamaCppEngine:
     """The adapter `llamacpp`. See `kvist_worker.engine.EngineAdapter`."""
 
@@ -206,19 +222,12 @@ class LlamaCppEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Reads the tokenizer; the model is loaded by `start`."""
-        self._arguments = arguments
         self._start_server = server
         self._clock = clock
-        self._model_path = arguments.model_path or packaged_model_path()
-        if not self._model_path.is_file():
-            raise invalid_field("engine_arguments.modelPath", "is not a file")
-        self._tokenizer = gguf_tokenizer.load(
-            self._model_path, cache_folder=arguments.tokenizer_cache_folder or gguf_tokenizer.default_cache_folder()
-        )
+        self._model_path, self._tokenizer, self._arguments = read_model(arguments)
+        arguments = self._arguments
         self._token_bytes = TokenBytes(self._tokenizer.token_bytes())
-        trained = self._tokenizer.training_context_tokens
-        self._context_tokens = min(arguments.context_tokens, trained) if trained else arguments.context_tokens
-        self._arguments = arguments = arguments.model_copy(update={"context_tokens": self._context_tokens})
+        self._context_tokens = arguments.context_tokens
         self._limits = RequestLimits(self._context_tokens, len(self._token_bytes))
         size = arguments.block_size_tokens
         # Guards everything below; the host is called under it where order matters, llama.cpp never.

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvist.engine.v1 import engine_pb2
-from kvist.errors import KvistError, error, invalid_field
-from kvist_worker import gguf_tokenizer
+from kvist.errors import KvistError, error
 from kvist_worker.engine import EmbedSink, EngineCapabilities, EngineDescription, EngineHost, RequestSink
-from kvist_worker.engines.llamacpp import LlamaCppArguments, packaged_model_path, start_server
+from kvist_worker.engines.llamacpp import LlamaCppArguments, read_model, start_server
 from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress
 
 _log = logging.getLogger(__name__)
@@ -40,15 +39,7 @@ class LlamaCppEmbedder:
         """Reads the tokenizer; the model is loaded by `start`."""
         self._start_server = server
         self._clock = clock
-        self._model_path = arguments.model_path or packaged_model_path()
-        if not self._model_path.is_file():
-            raise invalid_field("engine_arguments.modelPath", "is not a file")
-        self._tokenizer = gguf_tokenizer.load(
-            self._model_path, cache_folder=arguments.tokenizer_cache_folder or gguf_tokenizer.default_cache_folder()
-        )
-        trained = self._tokenizer.training_context_tokens
-        context_tokens = min(arguments.context_tokens, trained) if trained else arguments.context_tokens
-        self._arguments = arguments.model_copy(update={"context_tokens": context_tokens})
+        self._model_path, self._tokenizer, self._arguments = read_model(arguments)
         # Guards everything below.
         self._lock = threading.Lock()
         self._calls: dict[int, RequestProgress] = {}
