@@ -13,7 +13,7 @@ from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.store import Put
 from kvist.store.interface import MOST_OPERATIONS
 from kvist.store.sqlite import SqliteStore
-from support.etcd_process import EtcdProcess, etcd_process
+from support.etcd_process import EtcdProcess, etcd_process, free_ports
 
 LIMIT_SECONDS = 60
 ROOT = "/kvist/default/v1/"
@@ -68,6 +68,16 @@ async def test_everything_but_leases_and_elections_goes_to_etcd_and_a_filled_tar
         code, output = await kvist_store("migrate", *target, "--replace")
         assert code == 0, output
         assert wanted == {item.key: item.value for item in (await new.list("")).items}
+
+
+async def test_a_member_that_is_down_does_not_garble_the_answer(etcd: EtcdProcess, tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    async with SqliteStore(path) as old:
+        await old.put(f"{ROOT}settings/hash_seed", b"17")
+    (closed,) = free_ports(1)
+    target = f"etcd:127.0.0.1:{closed},{etcd.address}"
+    code, output = await kvist_store("migrate", f"sqlite:{path}", target, "--namespace", f"/{uuid.uuid4()}", "--json")
+    assert (code, json.loads(output)["copied"]) == (0, 1), output
 
 
 async def test_a_store_that_is_in_use_is_not_copied(etcd: EtcdProcess, tmp_path: Path) -> None:

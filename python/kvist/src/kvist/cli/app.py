@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 import kvist
-from kvist import _core
+from kvist import _core, telemetry
 from kvist.cli import (
     certs,
     cluster,
@@ -22,6 +22,7 @@ from kvist.cli import (
     store,
     twin,
 )
+from kvist.settings import TelemetrySettings
 
 app = typer.Typer(no_args_is_help=True, help="Kvist: a gRPC mesh that serves language models.", add_completion=True)
 
@@ -54,5 +55,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command. Standard output is for answers: what libraries log goes to stderr, warnings and worse."""
+    # Processes set their own logging up once they know their settings.
+    telemetry.configure_logging(TelemetrySettings(log_level="warning", log_format="console"), service="kvist")
     app()
