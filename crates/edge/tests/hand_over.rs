@@ -294,18 +294,9 @@ async fn a_decode_worker_that_refuses_or_dies_is_replaced_and_nothing_stays_kept
     // It dies before it has said anything.
     let mut dying = TestWorker::start_half(3, Script::Hold(""), Role::Decode).await;
     let mesh = Mesh::start(&[&first, &dying]).await;
+    let stream = mesh.ask("c", &prompt(20, 200), 3).await;
+    assert!(matches!(dying.next().await, Seen::Submitted(_)));
     assert!(mesh.router.apply_cluster_state(&state(2, &[&first, &dying, &other])).unwrap());
-    let mut number = 0;
-    let stream = loop {
-        // Until one goes there.
-        number += 1;
-        let stream = mesh.ask(&format!("c-{number}"), &prompt(20 + number, 200), 3).await;
-        let submitted = tokio::time::timeout(Duration::from_millis(500), dying.next()).await;
-        if submitted.is_ok() {
-            break stream;
-        }
-        read_answer(stream).await.unwrap();
-    };
     until("the other one can take it", || mesh.router.status().ready_targets == 3).await;
     dying.kill();
     assert_eq!(3, read_answer(stream).await.unwrap().0.len());
