@@ -41,6 +41,9 @@ def test_the_openai_client_gets_models_answers_and_errors(cluster: EmbeddedClust
     assert ["sim"] == [model.id for model in client.models.list()]
     answer = client.completions.create(model="sim", prompt="hello", max_tokens=8)
     assert (8, "length") == (answer.usage.completion_tokens, answer.choices[0].finish_reason)
+    several = client.completions.create(model="sim", prompt=["hello", "you"], max_tokens=2, echo=True)
+    for prompt, choice in zip(("hello", "you"), several.choices, strict=True):
+        assert choice.text.startswith(prompt)
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("nothing")
     assert "model_not_found" == refused.value.code

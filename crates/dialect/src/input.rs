@@ -91,6 +91,8 @@ pub struct GenerateInput {
     pub model: String,
     /// What to go on from.
     pub prompt: PromptForm,
+    /// Further prompts (completions only), each with as many choices; the answer has those of all prompts, in order.
+    pub further_prompts: Vec<PromptForm>,
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// Most tokens to generate.
@@ -117,7 +119,7 @@ pub struct GenerateInput {
     pub include_reasoning: bool,
     /// Log-probabilities in the answer.
     pub logprobs: Option<Logprobs>,
-    /// Choices.
+    /// Choices of each prompt.
     pub choices: u32,
     /// Answer as it comes.
     pub stream: bool,
@@ -142,6 +144,7 @@ impl GenerateInput {
             endpoint,
             model,
             prompt,
+            further_prompts: Vec::new(),
             sampling: Sampling::default(),
             max_tokens: None,
             min_tokens: None,

@@ -24,6 +24,7 @@ use tracing::Span;
 use crate::{
     body::{EdgeBody, EventBody, finish_word, usage_numbers},
     convert::{Form, in_words_of_the_api, logprobs, prompt_of, split},
+    prompts::generate_each,
 };
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
@@ -88,9 +89,13 @@ impl Answerer {
             return self.ask_upstream(endpoint, ask, head, body, now).await;
         }
         let parsed = self.parse(endpoint, body).await?;
-        let (form, input) = split(parsed, now);
+        let (mut form, input) = split(parsed, now);
         let echo = self.echo(&form).await?;
-        let events = self.generate.generate(context, input).await?;
+        let further = std::mem::take(&mut form.further_prompts);
+        let events = match further.as_slice() {
+            [] => self.generate.generate(context, input).await?,
+            _ => generate_each(&*self.generate, context, input, further).await?,
+        };
         self.write(endpoint, events, form, echo, now).await
     }
 
@@ -137,7 +142,7 @@ impl Answerer {
             Endpoint::Messages | Endpoint::Responses => {
                 let (form, input) = split(self.parse(endpoint, body).await.map_err(refuse)?, now);
                 let events = self.upstreams.generate(ask, input).await.map_err(refuse)?;
-                return self.write(endpoint, events, form, String::new(), now).await;
+                return self.write(endpoint, events, form, Vec::new(), now).await;
             }
         };
         let relayed = self.upstreams.relay(ask, path, &head.model, body, head.stream).await.map_err(refuse)?;
@@ -154,7 +159,7 @@ impl Answerer {
         endpoint: Endpoint,
         events: EventStream,
         mut form: Form,
-        echo: String,
+        echo: Vec<String>,
         now: i64,
     ) -> Result<Response<EdgeBody>, Refusal> {
         let request_id = events.request_id.to_string();
@@ -170,7 +175,7 @@ impl Answerer {
         let result = if form.stream {
             self.stream(events, writer, &form, echo).await
         } else {
-            whole(events, &writer, &form, &echo).await
+            whole(events, &writer, &form, echo).await
         };
         match result {
             Ok(mut response) => {
@@ -228,12 +233,17 @@ impl Answerer {
         tokio::task::spawn_blocking(move || parse(&body)).await.map_err(|_| stopped())?
     }
 
-    async fn echo(&self, form: &Form) -> Result<String, KvistError> {
-        match &form.echo {
-            Some(Prompt::Text(text)) => Ok(text.clone()),
-            Some(Prompt::Tokens(ids)) => self.generate.detokenize(&form.model, ids).await,
-            Some(Prompt::Chat(_)) | None => Ok(String::new()),
+    /// What stands before the text of each choice; empty for nothing.
+    async fn echo(&self, form: &Form) -> Result<Vec<String>, KvistError> {
+        let mut texts = Vec::with_capacity(form.echo.len());
+        for prompt in &form.echo {
+            texts.push(match prompt {
+                Prompt::Text(text) => text.clone(),
+                Prompt::Tokens(ids) => self.generate.detokenize(&form.model, ids).await?,
+                Prompt::Chat(_) => String::new(),
+            });
         }
+        Ok(texts)
     }
 
     async fn stream(
@@ -241,7 +251,7 @@ impl Answerer {
         mut events: EventStream,
         writer: AnswerWriter,
         form: &Form,
-        echo: String,
+        echo: Vec<String>,
     ) -> Result<Response<EdgeBody>, KvistError> {
         // As long as nothing is written, a failure can still be an ordinary HTTP error.
         let batch = match tokio::time::timeout(self.keep_alive, events.next()).await {
@@ -299,10 +309,10 @@ async fn whole(
     mut events: EventStream,
     writer: &AnswerWriter,
     form: &Form,
-    echo: &str,
+    echo: Vec<String>,
 ) -> Result<Response<EdgeBody>, KvistError> {
-    let mut growing: Vec<Growing> =
-        (0..form.choices).map(|_| Growing { text: echo.to_owned(), ..Growing::default() }).collect();
+    let texts = echo.into_iter().chain(std::iter::repeat_with(String::new)).take(form.choices as usize);
+    let mut growing: Vec<Growing> = texts.map(|text| Growing { text, ..Growing::default() }).collect();
     while let Some(batch) = events.next().await {
         for event in batch {
             match event {

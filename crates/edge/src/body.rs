@@ -82,8 +82,8 @@ pub(crate) struct EventBody {
     writer: AnswerWriter,
     /// Characters that each choice has had; the completions API counts its tokens' places by them.
     offsets: Vec<u32>,
-    /// Text before each choice's own.
-    echo: String,
+    /// Text before each choice's own; empty for none.
+    echo: Vec<String>,
     include_reasoning: bool,
     has_started: bool,
     has_ended: bool,
@@ -98,14 +98,15 @@ impl EventBody {
         events: EventStream,
         writer: AnswerWriter,
         form: &Form,
-        echo: String,
+        echo: Vec<String>,
         keep_alive: Duration,
     ) -> Self {
-        let offset = u32::try_from(echo.chars().count()).unwrap_or(u32::MAX);
+        let characters = |text: &String| u32::try_from(text.chars().count()).unwrap_or(u32::MAX);
+        let echoed = echo.iter().map(characters).chain(std::iter::repeat(0));
         Self {
             events,
             writer,
-            offsets: vec![offset; form.choices as usize],
+            offsets: echoed.take(form.choices as usize).collect(),
             echo,
             include_reasoning: form.include_reasoning,
             has_started: false,
@@ -139,8 +140,8 @@ impl EventBody {
             self.has_started = true;
             for (index, _) in (0u32..).zip(&self.offsets) {
                 self.writer.write_start(out, index);
-                if !self.echo.is_empty() {
-                    self.writer.write_delta(out, index, &self.echo, None);
+                if let Some(echo) = self.echo.get(index as usize).filter(|echo| !echo.is_empty()) {
+                    self.writer.write_delta(out, index, echo, None);
                 }
             }
         }

@@ -15,6 +15,7 @@ use serde_json::{Map, Value};
 pub(crate) struct Form {
     pub(crate) endpoint: dialect::Endpoint,
     pub(crate) model: String,
+    /// Of all prompts together.
     pub(crate) choices: u32,
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
@@ -22,8 +23,10 @@ pub(crate) struct Form {
     pub(crate) include_reasoning: bool,
     /// Fields of the request that the answer repeats.
     pub(crate) repeated: Map<String, Value>,
-    /// The prompt that is repeated before the answer.
-    pub(crate) echo: Option<Prompt>,
+    /// Prompts beside the first.
+    pub(crate) further_prompts: Vec<Prompt>,
+    /// For each choice the prompt that is repeated before its answer; empty when none is.
+    pub(crate) echo: Vec<Prompt>,
 }
 
 /// A prompt as the router takes it.
@@ -40,16 +43,21 @@ pub(crate) fn prompt_of(form: dialect::PromptForm, add_generation_prompt: bool, 
 /// Splits a parsed request.
 pub(crate) fn split(input: dialect::GenerateInput, now_unix_seconds: i64) -> (Form, GenerateInput) {
     let prompt = prompt_of(input.prompt, true, now_unix_seconds);
+    let further_prompts: Vec<Prompt> =
+        input.further_prompts.into_iter().map(|prompt| prompt_of(prompt, true, now_unix_seconds)).collect();
+    let of_choices = std::iter::once(&prompt).chain(&further_prompts);
+    let of_choices = of_choices.flat_map(|prompt| std::iter::repeat_n(prompt, input.choices as usize));
     let form = Form {
         endpoint: input.endpoint,
         model: input.model.clone(),
-        choices: input.choices,
+        choices: u32::try_from(1 + further_prompts.len()).unwrap_or(u32::MAX).saturating_mul(input.choices),
         stream: input.stream,
         include_usage: input.include_usage,
         logprobs: input.logprobs.is_some(),
         include_reasoning: input.include_reasoning,
         repeated: input.repeated,
-        echo: input.echo.then(|| prompt.clone()),
+        echo: if input.echo { of_choices.cloned().collect() } else { Vec::new() },
+        further_prompts,
     };
     let sampling = SamplingParameters {
         temperature: input.sampling.temperature,

@@ -10,6 +10,7 @@ mod cors;
 mod embeddings;
 mod patient;
 mod process;
+mod prompts;
 mod rate_limits;
 mod request_ids;
 mod routes;

@@ -40,6 +40,18 @@ pub struct RequestContext {
     pub class: String,
 }
 
+impl RequestContext {
+    /// The same for one of several requests that answer one: from the second on, the caller's id gets a number.
+    #[must_use]
+    pub fn part(&self, number: u32) -> Self {
+        let mut part = self.clone();
+        if number > 0 && !part.request_id.is_empty() {
+            part.request_id = format!("{}-{number}", part.request_id);
+        }
+        part
+    }
+}
+
 /// What to go on from.
 #[derive(Clone, Debug)]
 pub enum Prompt {

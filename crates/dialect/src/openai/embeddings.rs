@@ -1,15 +1,14 @@
 //! The embeddings API of OpenAI.
 
+use crate::{
+    fields::{Fields, read_model, refuse_mesh_fields, unsupported, wrong},
+    input::PromptForm,
+    json::{write_display, write_list, write_string},
+    openai::prompts::take_prompts,
+};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use bytes::{BufMut as _, BytesMut};
 use kvist_errors::KvistError;
-use serde_json::Value;
-
-use crate::{
-    fields::{Fields, read_model, read_token_ids, refuse_mesh_fields, unsupported, wrong},
-    input::PromptForm,
-    json::{write_display, write_list, write_string},
-};
 
 /// Most inputs of a request, as at OpenAI.
 const MOST_INPUTS: usize = 2048;
@@ -41,21 +40,7 @@ pub struct EmbeddingsInput {
 pub fn parse_embeddings(body: &[u8]) -> Result<EmbeddingsInput, KvistError> {
     let mut fields = Fields::parse(body)?;
     refuse_mesh_fields(&fields)?;
-    let inputs = match fields.take("input") {
-        Some(Value::String(text)) => vec![PromptForm::Text(text)],
-        Some(Value::Array(items)) => read_inputs(items)?,
-        Some(_) => return Err(wrong("input", "must be a string, a list of token ids, or a list of these")),
-        None => return Err(wrong("input", "is missing")),
-    };
-    let is_empty = |input: &PromptForm| match input {
-        PromptForm::Text(text) => text.is_empty(),
-        PromptForm::Tokens(ids) => ids.is_empty(),
-        PromptForm::Chat { .. } => false,
-    };
-    if let Some(position) = inputs.iter().position(is_empty) {
-        let field = if inputs.len() == 1 { "input".to_owned() } else { format!("input[{position}]") };
-        return Err(wrong(field, "must not be empty"));
-    }
+    let inputs = take_prompts(&mut fields, "input", MOST_INPUTS, false)?;
     let encoding = match fields.text("encoding_format")?.as_deref() {
         None | Some("float") => EmbeddingEncoding::Float,
         Some("base64") => EmbeddingEncoding::Base64,
@@ -72,25 +57,6 @@ pub fn parse_embeddings(body: &[u8]) -> Result<EmbeddingsInput, KvistError> {
         return Err(unsupported(name, "this endpoint does not know it"));
     }
     Ok(EmbeddingsInput { model, inputs, encoding })
-}
-
-/// A list of texts, of token ids, or of lists of token ids.
-fn read_inputs(items: Vec<Value>) -> Result<Vec<PromptForm>, KvistError> {
-    if items.first().is_none_or(Value::is_number) {
-        return Ok(vec![PromptForm::Tokens(read_token_ids("input", &Value::Array(items))?)]);
-    }
-    if items.len() > MOST_INPUTS {
-        return Err(wrong("input", format!("may have at most {MOST_INPUTS} items")));
-    }
-    items
-        .into_iter()
-        .enumerate()
-        .map(|(position, item)| match item {
-            Value::String(text) => Ok(PromptForm::Text(text)),
-            ids @ Value::Array(_) => Ok(PromptForm::Tokens(read_token_ids(&format!("input[{position}]"), &ids)?)),
-            _ => Err(wrong(format!("input[{position}]"), "must be a string or a list of token ids")),
-        })
-        .collect()
 }
 
 /// Writes the answer of `/v1/embeddings`.
@@ -137,7 +103,7 @@ fn write_value(out: &mut BytesMut, value: f32) {
 #[cfg(test)]
 mod tests {
     use kvist_errors::Code;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 

@@ -2,6 +2,7 @@
 
 mod embeddings;
 mod message;
+mod prompts;
 mod request;
 mod response;
 

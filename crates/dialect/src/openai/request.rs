@@ -9,7 +9,7 @@ use crate::{
         read_top_p, refuse_mesh_fields, unsupported, wrong,
     },
     input::{Endpoint, GenerateInput, Logprobs, PromptForm, Sampling, Structured},
-    openai::message::read_message,
+    openai::{message::read_message, prompts::take_prompts},
     thinking::set_effort,
     tools::{Definition, ToolUse, read_open_ai_choice, read_tools, refuse_with_calls},
 };
@@ -131,12 +131,9 @@ pub(crate) fn read_conversation(fields: &mut Fields) -> Result<(PromptForm, Tool
 /// The body is wrong, or a field cannot be honored; the error names it.
 pub fn parse_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
     let mut fields = Fields::parse(body)?;
-    let prompt = match fields.take("prompt") {
-        Some(Value::String(text)) => PromptForm::Text(text),
-        Some(Value::Array(items)) => read_prompt_list(items)?,
-        Some(_) => return Err(wrong("prompt", "must be a string or a list of token ids")),
-        None => return Err(wrong("prompt", "is missing")),
-    };
+    let mut prompts = take_prompts(&mut fields, "prompt", MOST_CHOICES as usize, true)?.into_iter();
+    let prompt = prompts.next().ok_or_else(|| wrong("prompt", "must not be empty"))?;
+    let further_prompts: Vec<PromptForm> = prompts.collect();
     if let Some(suffix) = fields.text("suffix")?
         && !suffix.is_empty()
     {
@@ -157,6 +154,10 @@ pub fn parse_completion(body: &[u8]) -> Result<GenerateInput, KvistError> {
             "together with `logprobs` it asks for the prompt's log-probabilities, which this version does not return",
         ));
     }
+    if (further_prompts.len() + 1).saturating_mul(input.choices as usize) > MOST_CHOICES as usize {
+        return Err(wrong("n", format!("all prompts together may have at most {MOST_CHOICES} choices")));
+    }
+    input.further_prompts = further_prompts;
     input.echo = echo;
     Ok(input)
 }
@@ -230,18 +231,6 @@ fn read_stream_options(options: Map<String, Value>) -> Result<bool, KvistError> 
         return Err(unsupported("stream_options.continuous_usage_stats", "usage comes once, at the end"));
     }
     Ok(options.boolean("include_usage").map_err(path)?.unwrap_or(false))
-}
-
-fn read_prompt_list(items: Vec<Value>) -> Result<PromptForm, KvistError> {
-    match items.as_slice() {
-        [] => Err(wrong("prompt", "must not be empty")),
-        [Value::String(text)] => Ok(PromptForm::Text(text.clone())),
-        [Value::Array(_)] => Ok(PromptForm::Tokens(read_token_ids("prompt[0]", &items[0])?)),
-        [Value::String(_) | Value::Array(_), ..] => {
-            Err(unsupported("prompt", "several prompts in one request are not supported; send one request each"))
-        }
-        _ => Ok(PromptForm::Tokens(read_token_ids("prompt", &Value::Array(items))?)),
-    }
 }
 
 fn read_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, KvistError> {
@@ -397,6 +386,7 @@ mod tests {
                     tools: Vec::new(),
                     variables: variables.as_object().unwrap().clone(),
                 },
+                further_prompts: Vec::new(),
                 sampling: Sampling {
                     temperature: Some(0.5),
                     top_p: Some(SMALLEST_TOP_P),
@@ -605,6 +595,19 @@ mod tests {
     }
 
     #[test]
+    fn several_prompts_share_what_is_asked_and_the_limit_of_choices() {
+        let parse = |body: &str| parse_completion(format!(r#"{{"model": "m", {body}}}"#).as_bytes());
+        let input = parse(r#""prompt": ["a", [1, 2], ""], "n": 2"#).unwrap();
+        assert_eq!((PromptForm::Text("a".to_owned()), 2), (input.prompt, input.choices));
+        assert_eq!(vec![PromptForm::Tokens(vec![1, 2]), PromptForm::Text(String::new())], input.further_prompts);
+        let prompts = vec![r#""a""#; 65].join(",");
+        assert!(parse(&format!(r#""prompt": [{prompts}]"#)).is_ok());
+        assert_eq!("n", parse(&format!(r#""prompt": [{prompts}], "n": 2"#)).unwrap_err().fields[0].field);
+        let prompts = vec![r#""a""#; 129].join(",");
+        assert_eq!("prompt", parse(&format!(r#""prompt": [{prompts}]"#)).unwrap_err().fields[0].field);
+    }
+
+    #[test]
     fn prompts_come_as_text_or_tokens() {
         let prompt = |prompt: &str| {
             parse_completion(format!(r#"{{"model": "m", "prompt": {prompt}}}"#).as_bytes()).map(|input| input.prompt)
@@ -613,7 +616,9 @@ mod tests {
         assert_eq!(PromptForm::Text("a".to_owned()), prompt(r#"["a"]"#).unwrap());
         assert_eq!(PromptForm::Tokens(vec![1, 2]), prompt("[1, 2]").unwrap());
         assert_eq!(PromptForm::Tokens(vec![1, 2]), prompt("[[1, 2]]").unwrap());
-        assert_eq!(Code::UnsupportedField, prompt(r#"["a", "b"]"#).unwrap_err().code);
+        assert_eq!("prompt", prompt("[]").unwrap_err().fields[0].field);
+        assert_eq!("prompt[1]", prompt(r#"["a", []]"#).unwrap_err().fields[0].field);
+        assert_eq!("prompt[1]", prompt(r#"["a", 1]"#).unwrap_err().fields[0].field);
         assert_eq!("prompt[1]", prompt("[1, -2]").unwrap_err().fields[0].field);
     }
 }

@@ -83,6 +83,19 @@ impl ScriptedEngine {
         !running.is_empty()
     }
 
+    /// How many are held.
+    pub fn running_requests(&self) -> usize {
+        self.running.lock().len()
+    }
+
+    /// Ends one that is held with a failure.
+    pub fn fail_one(&self, code: Code) {
+        let mut running = self.running.lock();
+        let id = running.keys().next().cloned().expect("something is held");
+        let (sink, _) = running.remove(&id).expect("it is held");
+        sink.failed(&KvistError::new(code, "as the test says"));
+    }
+
     /// More text for what is held, and its end.
     pub fn release(&self, text: &str) {
         for (_, (sink, prompt)) in self.running.lock().drain() {
