@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvist import _core
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError
 from kvist_worker.engine import KvLayout
-from kvist_worker.engines import llamacpp, llamacpp_request
+from kvist_worker.engines import llamacpp, llamacpp_embeddings, llamacpp_request
 from kvist_worker.engines.vllm import adapter as vllm_adapter
 from kvist_worker.engines.vllm import request as vllm_request
 from kvist_worker.engines.vllm.facts import EngineFacts, EventSockets
@@ -44,6 +44,7 @@ class Mode:
         capabilities: What it says of itself, likewise.
         ranks: Data-parallel ranks of the example, likewise.
         loads_adapters: Whether adapters come and go while it runs, likewise.
+        embeds: Whether it makes embeddings when it is started for them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Mode:
     capabilities: Callable[[bool], Mapping[str, bool]]
     ranks: Callable[[bool], int]
     loads_adapters: Callable[[bool], bool]
+    embeds: Callable[[], bool]
 
 
 def python_refusal(prepare: Callable[[], object]) -> str | None:
@@ -77,6 +79,7 @@ def vllm_facts(*, is_configured: bool) -> EngineFacts:
         # The adapter turns them on by itself.
         event_sockets={0: EventSockets("", "")},
         orders_by_priority=is_configured,
+        embeds=False,
         kv_layout=KvLayout(connector="NixlConnector") if is_configured else None,
         takes_adapters=is_configured,
         is_traced=False,
@@ -112,6 +115,7 @@ def vllm_mode() -> Mode:
         lambda is_configured: asdict(vllm_facts(is_configured=is_configured).capabilities),
         lambda is_configured: vllm_facts(is_configured=is_configured).ranks,
         lambda is_configured: is_configured and hasattr(vllm_adapter.VllmEngine, "load_adapter"),
+        lambda: replace(vllm_facts(is_configured=True), embeds=True).capabilities.embeddings,
     )
 
 
@@ -124,32 +128,34 @@ def llamacpp_mode() -> Mode:
         lambda _: asdict(llamacpp.CAPABILITIES),
         lambda _: 1,
         lambda _: hasattr(llamacpp.LlamaCppEngine, "load_adapter"),
+        lambda: llamacpp_embeddings.CAPABILITIES.embeddings,
     )
 
 
-def core_mode(name: str, mode: str) -> Mode:
+def core_mode(name: str, mode: str, mode_of_embeddings: str) -> Mode:
     """An engine of the core."""
 
-    def capabilities(is_configured: bool) -> Mapping[str, bool]:
-        said = engine_pb2.Capabilities.FromString(_core.engine_mode(mode, is_configured)[0])
-        return {field.name: getattr(said, field.name) for field in said.DESCRIPTOR.fields}
+    def said(of: str, is_configured: bool) -> Mapping[str, bool]:
+        capabilities = engine_pb2.Capabilities.FromString(_core.engine_mode(of, is_configured)[0])
+        return {field.name: getattr(capabilities, field.name) for field in capabilities.DESCRIPTOR.fields}
 
     return Mode(
         name,
         lambda request, is_configured: _core.engine_refusal(mode, is_configured, request.SerializeToString()),
-        capabilities,
+        lambda is_configured: said(mode, is_configured),
         lambda is_configured: _core.engine_mode(mode, is_configured)[1],
         # None of them implements it.
         lambda _: False,
+        lambda: said(mode_of_embeddings, True)["embeddings"],
     )
 
 
 MODES = (
     vllm_mode(),
-    core_mode("`attached`, generate", "attached generate"),
-    core_mode("`attached`, completions", "attached completions"),
+    core_mode("`attached`, generate", "attached generate", "attached generate"),
+    core_mode("`attached`, completions", "attached completions", "attached completions"),
     llamacpp_mode(),
-    core_mode("`sim`", "sim"),
+    core_mode("`sim`", "sim", "sim of embeddings"),
 )
 
 
@@ -201,8 +207,12 @@ ROWS: tuple[tuple[str, engine_pb2.EngineRequest, str], ...] = (
     ("`session_id`", extra("session_id", "s"), ""),
 )
 
+EMBEDDINGS = "embeddings, and then nothing else"
 # What a configured engine needs for what it refuses otherwise: the engine's name up to a comma, and the row.
 CONDITIONS: Mapping[tuple[str, str], str] = {
+    ("`vllm`", EMBEDDINGS): "a pooling model, or `runner: pooling`",
+    ("`llamacpp`", EMBEDDINGS): "`embeddings`",
+    ("`sim`", EMBEDDINGS): "`embeddingDimensions`",
     ("`vllm`", "LoRA adapter"): "`enable-lora`",
     ("`vllm`", "loading and unloading adapters"): "`enable-lora`",
     ("`vllm`", "parameters of a KV hand-over"): "in a `prefill` or `decode` pool",
@@ -264,7 +274,7 @@ def page(problems: list[str]) -> str:
                 if capability and mode.capabilities(is_configured)[capability] == bool(refusal):
                     problems.append(f"{mode.name}: says {capability} otherwise than it does: {refusal or 'taken'}")
     add("loading and unloading adapters", lambda mode, full: mode.loads_adapters(full))
-    add("embeddings", lambda mode, full: mode.capabilities(full).get("embeddings", False))
+    add(EMBEDDINGS, lambda mode, full: full and mode.embeds())
     add("images", lambda mode, full: mode.capabilities(full).get("images", False))
     problems += [f"{engine}: {row}: no condition is named" for engine, row in used - set(CONDITIONS)]
     problems += [f"{engine}: {row}: needs no condition" for engine, row in set(CONDITIONS) - used]

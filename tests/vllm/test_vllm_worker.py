@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
-import os
 import random
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,11 @@ import psutil
 import pytest
 from google.protobuf import struct_pb2
 
-from kvist import _core, engines
+from kvist import _core
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError
-from support.vllm_worker import BLOCK_SIZE_TOKENS, ENVIRONMENT, KV_BLOCKS, Worker, block_hashes, prompt_of
+from support.vllm_direct import answers_of_vllm
+from support.vllm_worker import BLOCK_SIZE_TOKENS, KV_BLOCKS, Worker, block_hashes, prompt_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -92,26 +90,7 @@ async def test_greedy_output_equals_vllm_called_directly(
     worker: Worker, text: _core.ModelText, engine_arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     prompts = [text.encode("The capital of France is"), prompt_of(21, 50)]
-    answer = tmp_path / "answer.json"
-    environment = engines.find("vllm")
-    assert environment is not None
-    process = await asyncio.create_subprocess_exec(
-        environment.python, Path(__file__).with_name("direct_greedy.py"), answer,
-        stdin=asyncio.subprocess.PIPE,
-        env={**os.environ, **ENVIRONMENT, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        asked = {
-            "arguments": {**engine_arguments, "kv-cache-memory-bytes": 64 << 20},
-            "prompts": prompts,
-            "max_tokens": 12,
-        }
-        await process.communicate(json.dumps(asked).encode())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    directly = json.loads(answer.read_text())
+    directly = await answers_of_vllm(tmp_path, arguments=engine_arguments, prompts=prompts, max_tokens=12)
     ours = [(await worker.answer(*prompt, max_tokens=12)).text_tokens for prompt in prompts]
     assert ours == directly
     assert "Paris" in text.decode(ours[0])

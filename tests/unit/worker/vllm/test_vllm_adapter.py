@@ -106,6 +106,34 @@ class Stubbed:
         self.engine.submit(request.SerializeToString(), sink)
         return sink
 
+    def embed(self, *inputs: list[int]) -> EmbedSink:
+        sink = EmbedSink()
+        request = engine_pb2.EmbedRequest(inputs=[engine_pb2.TokenIds(ids=ids) for ids in inputs])
+        self.engine.embed(request.SerializeToString(), sink)
+        return sink
+
+
+class EmbedSink:
+    """Waits for the end of one call for embeddings."""
+
+    def __init__(self) -> None:
+        self.ends: queue.Queue[Any] = queue.Queue()
+        self.is_left = False
+
+    def finished(self, response: bytes) -> None:
+        self.ends.put(engine_pb2.EmbedResponse.FromString(response))
+
+    def failed(self, code: str, message: str, *, not_started: bool = False) -> None:
+        self.ends.put((code, message, not_started))
+
+    def is_abandoned(self) -> bool:
+        return self.is_left
+
+    def end(self) -> Any:
+        end = self.ends.get(timeout=SECONDS)
+        assert self.ends.empty(), "a call has one end"
+        return end
+
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -368,6 +396,51 @@ def test_without_lora_no_adapter_is_loaded(start: Callable[..., Stubbed]) -> Non
     with pytest.raises(KvistError) as refused:
         start().engine.load_adapter("german", "/adapters/german")
     assert refused.value.code == "NOT_IMPLEMENTED"
+
+
+def test_a_pooling_model_makes_embeddings_and_says_so(start: Callable[..., Stubbed]) -> None:
+    stubbed = start(runner="pooling")
+    able = stubbed.description["capabilities"]
+    assert {name for name, can in able.items() if can} == {"embeddings"}
+    assert not stubbed.host.followed, "nobody asks what its cache holds"
+    response = stubbed.embed([7, 8, 9], [5]).end()
+    assert [list(one.values) for one in response.embeddings] == [[7, 3], [5, 1]]
+    assert [one.prompt_tokens for one in response.embeddings] == [3, 1]
+    assert {call.pooling.task for call in stubbed.vllm.calls} == {"embed"}
+    assert len({call.request_id for call in stubbed.vllm.calls}) == 2
+    assert stubbed.host.loads[0].finished_requests_total == 2
+    assert stubbed.host.loads[0].outstanding_prefill_tokens == 0
+
+
+def test_a_model_that_neither_generates_nor_embeds_is_refused(start: Callable[..., Stubbed]) -> None:
+    with pytest.raises(KvistError, match="the model is for classify") as refused:
+        start(runner="pooling", convert="classify")
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert sys.modules["vllm.v1.engine.async_llm"].AsyncLLM.last.is_shut_down
+
+
+@pytest.mark.parametrize(("fault", "code"), [(REFUSED, "INVALID_ARGUMENT"), (DEAD, "ENGINE_FAILED")])
+def test_one_failed_input_ends_the_others(start: Callable[..., Stubbed], fault: int, code: str) -> None:
+    stubbed = start(runner="pooling")
+    assert stubbed.embed([ENDLESS], [fault]).end()[0] == code
+    assert len(stubbed.vllm.aborted) == 1
+    assert stubbed.host.loads[0].outstanding_prefill_tokens == 0
+
+
+def test_embeddings_that_nobody_waits_for_are_given_up(start: Callable[..., Stubbed]) -> None:
+    stubbed = start(runner="pooling")
+    sink = stubbed.embed([ENDLESS], [ENDLESS, 1])
+    sink.is_left = True
+    assert sink.end()[0] == "CANCELLED"
+    assert len(stubbed.vllm.aborted) == 2
+
+
+def test_embeddings_that_run_when_the_worker_ends_are_told(start: Callable[..., Stubbed]) -> None:
+    stubbed = start(runner="pooling")
+    sink = stubbed.embed([ENDLESS])
+    stubbed.engine.close()
+    assert sink.end()[0] == "DRAINING"
+    assert stubbed.embed([1]).end() == ("DRAINING", "the worker is being stopped", True)
 
 
 def test_a_dead_engine_core_is_told_once(start: Callable[..., Stubbed]) -> None:

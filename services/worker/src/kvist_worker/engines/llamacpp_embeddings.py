@@ -17,6 +17,7 @@ from kvist_worker.engines.llamacpp import LlamaCppArguments, read_model, start_s
 from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress
 
 _log = logging.getLogger(__name__)
+CAPABILITIES = EngineCapabilities(embeddings=True)
 
 
 class EmbeddingServer(Protocol):
@@ -62,7 +63,7 @@ class LlamaCppEmbedder:
             max_top_logprobs=0,
             kv_blocks=0,
             block_size_tokens=arguments.block_size_tokens,
-            capabilities=EngineCapabilities(embeddings=True),
+            capabilities=CAPABILITIES,
             chat_template=tokenizer.chat_template,
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,

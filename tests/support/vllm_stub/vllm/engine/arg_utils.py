@@ -14,6 +14,8 @@ from vllm.config.kv_events import KVEventsConfig
 @dataclass
 class AsyncEngineArgs:
     model: str = ""
+    runner: str = "auto"
+    convert: str = "auto"
     tokenizer: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None

@@ -10,17 +10,19 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from json import dumps
 from typing import Any, Protocol, TypeVar
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError, error
-from kvist_worker.engine import EngineDescription, EngineHost, RequestSink
+from kvist_worker.engine import EmbedSink, EngineDescription, EngineHost, RequestSink
+from kvist_worker.engines.vllm import embeddings
 from kvist_worker.engines.vllm.facts import EngineFacts
 from kvist_worker.engines.vllm.load import RankLoad, RequestProgress, SchedulerState
-from kvist_worker.engines.vllm.output import Output, Transcript
+from kvist_worker.engines.vllm.output import Embedded, Output, Transcript
 from kvist_worker.engines.vllm.request import PreparedRequest, RequestLimits, prepare
 
 _log = logging.getLogger(__name__)
@@ -37,11 +39,14 @@ _T = TypeVar("_T")
 class Binding(Protocol):
     """`kvist_worker.engines.vllm.binding.VllmBinding`, which cannot be imported without vLLM."""
 
-    def start(self, on_step: Callable[[int, SchedulerState], None]) -> EngineFacts:
-        """Blocks until the engine is up."""
+    async def start(self, on_step: Callable[[int, SchedulerState], None]) -> EngineFacts:
+        """Holds the loop up until the engine is up."""
 
     def generate(self, request: PreparedRequest) -> AsyncIterator[Output]:
         """Runs a request."""
+
+    async def embed(self, request_id: str, prompt: Sequence[int]) -> Embedded:
+        """Makes the embedding of one input."""
 
     async def abort(self, request_id: str) -> None:
         """Ends a request."""
@@ -86,6 +91,7 @@ class VllmEngine:
         self._is_closed = False
         # Of the loop's thread alone.
         self._jobs: dict[str, _Job] = {}
+        self._embed_calls: set[asyncio.Task[None]] = set()
         self._loads: list[RankLoad] = []
         self._reported_at: list[float] = []
         self._watch: asyncio.Task[None] | None = None
@@ -149,6 +155,14 @@ class VllmEngine:
             _fail(sink, failure, not_started=True)
             return
         self._loop.call_soon_threadsafe(self._accept, prepared, sink)
+
+    def embed(self, request: bytes, sink: EmbedSink) -> None:
+        """Hands the inputs of a call to the engine, which runs them together."""
+        message = engine_pb2.EmbedRequest.FromString(request)
+        if self._limits is None or self._is_closed:
+            sink.failed("DRAINING", "the worker is being stopped", not_started=True)
+            return
+        self._loop.call_soon_threadsafe(self._accept_embeddings, [tokens.ids for tokens in message.inputs], sink)
 
     def abort(self, request_id: str, reason: int) -> None:
         """Ends a request within a step. The core keeps the reason."""
@@ -218,7 +232,7 @@ class VllmEngine:
         return self._facts
 
     async def _load(self) -> EngineFacts:
-        facts = self._binding.start(self._on_step)
+        facts = await self._binding.start(self._on_step)
         self._loads = [RankLoad(rank, facts.kv_blocks) for rank in range(facts.ranks)]
         self._reported_at = [float("-inf")] * facts.ranks
         self._limits = RequestLimits(
@@ -254,6 +268,28 @@ class VllmEngine:
         self._loads[prepared.rank].begin(job.progress)
         self._report(prepared.rank)
         job.task = self._loop.create_task(self._drive(job))
+
+    def _accept_embeddings(self, inputs: Sequence[Sequence[int]], sink: EmbedSink) -> None:
+        if self._is_closed:
+            sink.failed("DRAINING", "the worker is being stopped", not_started=True)
+            return
+        call = self._loop.create_task(embeddings.answer(inputs, self._embed, sink))
+        self._embed_calls.add(call)
+        call.add_done_callback(self._embed_calls.discard)
+
+    async def _embed(self, prompt: Sequence[int]) -> Embedded:
+        """One input. vLLM chooses its rank by itself; all are accounted for at the first one."""
+        load, progress = self._loads[0], RequestProgress(len(prompt))
+        cached_tokens = 0
+        load.begin(progress)
+        self._report(0)
+        try:
+            embedded = await self._binding.embed(f"embed-{uuid.uuid4()}", prompt)
+            cached_tokens = embedded.cached_tokens
+            return embedded
+        finally:
+            load.end(progress, cached_tokens=cached_tokens, times=None)
+            self._report(0)
 
     def _cancel(self, request_id: str) -> None:
         job = self._jobs.get(request_id)
@@ -302,6 +338,9 @@ class VllmEngine:
         if self._watch is not None:
             self._watch.cancel()
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
+        tasks += self._embed_calls
+        for call in self._embed_calls:
+            call.cancel()
         for request_id in list(self._jobs):
             self._cancel(request_id)
         await asyncio.gather(*tasks, return_exceptions=True)

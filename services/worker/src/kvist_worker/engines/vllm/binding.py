@@ -8,10 +8,10 @@ import argparse
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 # Before vLLM is imported, which reads them. The engine's sockets of events listen at this address alone.
 os.environ["VLLM_HOST_IP"] = "127.0.0.1"
@@ -25,6 +25,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundErro
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,7 +42,7 @@ from kvist_worker.engines.vllm.facts import EngineFacts, EventSockets
 from kvist_worker.engines.vllm.hand_over import SIDE_CHANNEL_HOST, set_environment, with_connector
 from kvist_worker.engines.vllm.layout import ParallelLayout
 from kvist_worker.engines.vllm.load import SchedulerState
-from kvist_worker.engines.vllm.output import Output
+from kvist_worker.engines.vllm.output import Embedded, Output, Pooled
 from kvist_worker.engines.vllm.request import PreparedRequest
 from kvist_worker.settings import HandOverSettings
 
@@ -49,7 +50,10 @@ from kvist_worker.settings import HandOverSettings
 _SHUTDOWN_SECONDS = 5.0
 # What CBOR names can be recomputed with any request; names of pickles only without extra keys.
 _HASH_ALGORITHM = "sha256_cbor"
+# Tasks of vLLM that Kvist serves.
+_GENERATE, _EMBED = "generate", "embed"
 OnStep = Callable[[int, SchedulerState], None]
+_T = TypeVar("_T")
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -90,8 +94,8 @@ class VllmBinding:
         self._engine: AsyncLLM | None = None
         self._facts: EngineFacts | None = None
 
-    def start(self, on_step: OnStep) -> EngineFacts:
-        """Loads the model; blocks until the engine is up. Must run in the loop that will run the requests.
+    async def start(self, on_step: OnStep) -> EngineFacts:
+        """Loads the model, and holds the loop up until the engine is up: the one that will run the requests.
 
         Raises:
             KvistError: The arguments are wrong, or the engine does not come up.
@@ -114,7 +118,13 @@ class VllmBinding:
         except Exception as failure:  # Its children have said why, in the log.
             raise error("ENGINE_FAILED", "vLLM's engine did not come up; its log says why") from failure
         self._engine = engine
-        self._facts = _facts(engine)
+        tasks = await engine.get_supported_tasks()
+        if not {_GENERATE, _EMBED} & set(tasks):
+            self.shutdown()
+            raise engine_arguments.refused_by_vllm(
+                f"the model is for {', '.join(tasks)}; Kvist serves {_GENERATE} and {_EMBED}"
+            )
+        self._facts = _facts(engine, embeds=_GENERATE not in tasks)
         return self._facts
 
     def generate(self, request: PreparedRequest) -> AsyncIterator[Output]:
@@ -136,6 +146,22 @@ class VllmBinding:
             session_id=request.session_id,
         )
         return _with_known_errors(outputs)
+
+    async def embed(self, request_id: str, prompt: Sequence[int]) -> Embedded:
+        """Makes the embedding of one input. Cancelling it ends it in the engine.
+
+        Raises:
+            KvistError: The engine refuses it, or fails.
+        """
+        engine, _ = self._up()
+        outputs: AsyncIterator[Pooled] = engine.encode(
+            tokens_input(list(prompt)), PoolingParams(task=_EMBED), request_id
+        )
+        async for output in _with_known_errors(outputs):
+            if output.finished:
+                vector = output.outputs.data
+                return Embedded(vector.float().tolist(), len(output.prompt_token_ids), output.num_cached_tokens)
+        raise error("ENGINE_FAILED", "vLLM ended an input without its embedding")
 
     async def abort(self, request_id: str) -> None:
         """Ends a request within a step; an unknown one is ignored."""
@@ -246,7 +272,7 @@ class VllmBinding:
             raise _invalid(failure) from failure
 
 
-async def _with_known_errors(outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
+async def _with_known_errors(outputs: AsyncIterator[_T]) -> AsyncIterator[_T]:
     """The outputs; errors become those of the catalogue."""
     try:
         async for output in outputs:
@@ -323,7 +349,7 @@ def _present_devices() -> int | None:
     return None if current_platform.is_cpu() else int(current_platform.device_count())
 
 
-def _facts(engine: AsyncLLM) -> EngineFacts:
+def _facts(engine: AsyncLLM, *, embeds: bool) -> EngineFacts:
     config = engine.vllm_config
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     ranks = config.parallel_config.data_parallel_size
@@ -334,7 +360,9 @@ def _facts(engine: AsyncLLM) -> EngineFacts:
     end_ids |= {tokenizer.eos_token_id} - {None}
     template = getattr(tokenizer, "chat_template", None)
     begin = tokenizer.bos_token_id
-    sources = engine.get_kv_event_sources() if config.kv_events_config is not None else {}
+    # Inputs of embeddings are whole; nobody asks where their beginnings lie.
+    is_followed = config.kv_events_config is not None and not embeds
+    sources = engine.get_kv_event_sources() if is_followed else {}
     return EngineFacts(
         version=vllm.__version__,
         context_tokens=model.max_model_len,
@@ -350,6 +378,7 @@ def _facts(engine: AsyncLLM) -> EngineFacts:
             rank: EventSockets(source.endpoint, source.replay_endpoint) for rank, source in sorted(sources.items())
         },
         orders_by_priority=scheduler.policy == "priority",
+        embeds=embeds,
         kv_layout=_kv_layout(config),
         takes_adapters=config.lora_config is not None,
         is_traced=config.observability_config.otlp_traces_endpoint is not None,

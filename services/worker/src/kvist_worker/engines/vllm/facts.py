@@ -35,6 +35,7 @@ class EngineFacts:
         hash_algorithm: How it names its blocks.
         event_sockets: By rank; empty when it caches no prefixes.
         orders_by_priority: Whether the scheduler looks at priorities.
+        embeds: Whether its model makes embeddings, and generates nothing.
         kv_layout: How its KV lies and by which connector it is handed over; none without one.
         takes_adapters: Whether LoRA is on.
         is_traced: Whether vLLM exports spans of its own.
@@ -57,6 +58,7 @@ class EngineFacts:
     hash_algorithm: str
     event_sockets: Mapping[int, EventSockets]
     orders_by_priority: bool
+    embeds: bool
     kv_layout: KvLayout | None
     takes_adapters: bool
     is_traced: bool
@@ -70,6 +72,8 @@ class EngineFacts:
     @property
     def capabilities(self) -> EngineCapabilities:
         """What the engine can do."""
+        if self.embeds:
+            return EngineCapabilities(embeddings=True)
         return EngineCapabilities(
             logprobs=True,
             json_schema=True,

@@ -55,6 +55,30 @@ class Output(Protocol):
     metrics: Times | None
 
 
+class Pooled(Protocol):
+    """`vllm.outputs.PoolingRequestOutput`, as far as it is read; `outputs.data` is a tensor of one dimension."""
+
+    outputs: Any
+    prompt_token_ids: Sequence[int]
+    num_cached_tokens: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """What came of one input of a pooling model.
+
+    Attributes:
+        values: The vector.
+        prompt_tokens: Tokens of the input.
+        cached_tokens: Those of them whose KV was found.
+    """
+
+    values: Sequence[float]
+    prompt_tokens: int
+    cached_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens of a choice.

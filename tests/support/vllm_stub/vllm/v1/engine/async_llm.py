@@ -1,6 +1,7 @@
 """Stub: an engine that answers a prompt with its own tokens, one a step, and does what prompts ask for.
 
 A prompt that begins with one of `FAULTS` fails in that way; one that begins with `ENDLESS` goes on until it is aborted.
+The embedding of a prompt is its first token and its length.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from vllm.config.kv_events import KVEventsConfig
 from vllm.exceptions import GracefulHTTPError, VLLMNotFoundError, VLLMValidationError
 from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -108,6 +110,39 @@ class AsyncLLM:
         finally:
             del self._aborts[request_id]
             self._step(rank, 0)
+
+    async def encode(  # noqa: PLR0917  vLLM's own signature.
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        self.calls.append(SimpleNamespace(prompt=prompt, pooling=pooling_params, request_id=request_id))
+        tokens = prompt["prompt_token_ids"]
+        _fail(tokens[0])
+        self._step(0, 1)
+        try:
+            await asyncio.sleep(30 if tokens[0] == ENDLESS else 0)
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+        self._step(0, 0)
+        vector = [float(tokens[0]), float(len(tokens))]
+        data = SimpleNamespace(float=lambda: SimpleNamespace(tolist=lambda: vector))
+        yield SimpleNamespace(
+            outputs=SimpleNamespace(data=data), prompt_token_ids=tokens, num_cached_tokens=0, finished=True
+        )
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        arguments = self.vllm_config.arguments
+        if arguments.runner != "pooling":
+            return ("generate",)
+        return ("classify",) if arguments.convert == "classify" else ("embed", "token_embed")
 
     def _step(self, rank: int, running: int) -> None:
         self.loggers[rank].record(
