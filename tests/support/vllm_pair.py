@@ -119,6 +119,11 @@ def alone(cluster: EmbeddedCluster, text: str, *, max_tokens: int) -> tuple[str,
         return router.Detokenize(request_text, timeout=30).text, cached
 
 
+def process_ids_of(cluster: EmbeddedCluster, role: str) -> set[int]:
+    """The processes of the workers of a role."""
+    return {worker["process_id"] for worker in cluster.workers(MODEL).values() if worker["role"] == role}
+
+
 def process_of(cluster: EmbeddedCluster, role: str) -> psutil.Process:
     """The engine core of the worker of a role."""
     [worker] = [worker for worker in cluster.workers(MODEL).values() if worker["role"] == role]
@@ -147,12 +152,15 @@ def check_that_leaving_clients_leave_nothing(cluster: EmbeddedCluster) -> None:
 def check_that_a_dead_decode_engine_is_one_error(cluster: EmbeddedCluster) -> None:
     """And that the mesh recovers from it."""
     core = process_of(cluster, "decode")
+    dead = process_ids_of(cluster, "decode")
     stream = ask(cluster, f"A story. {TEXT}", max_tokens=200, stream=True)
     with pytest.raises(openai.APIError):
         for number, _ in enumerate(stream):
             if number == 0:
                 core.kill()
     eventually("nothing is promised", lambda: cluster.reservations() == 0, limit_seconds=60)
+    # The old one may be listed as ready until its death has been noticed.
+    eventually("another one is there", lambda: dead.isdisjoint(process_ids_of(cluster, "decode")), limit_seconds=120)
     eventually("both are ready again", lambda: is_ready(cluster), limit_seconds=START_SECONDS)
     again = ask(cluster, f"Another one. {TEXT}", max_tokens=4)
     assert rounds(cluster, again)[-1] == ("decode", "length")
