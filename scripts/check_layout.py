@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "attached": {"proto", "errors", "text", "telemetry", "worker"},
     "router": {"proto", "errors", "doors", "blocks", "index", "schedule", "text", "link", "events", "telemetry"},
     "upstream": {"proto", "errors", "blocks", "schedule", "router", "telemetry"},
-    "edge": {"proto", "errors", "doors", "dialect", "router", "upstream", "telemetry"},
+    "remote": {"proto", "errors", "doors", "router", "telemetry"},
+    "edge": {"proto", "errors", "doors", "dialect", "router", "remote", "upstream", "telemetry"},
 }
 PURE = ("blocks", "index", "ledger", "schedule", "text", "dialect", "twin")
 IMPURE = re.compile(r"\b(std::(net|fs|process|env)\b|tokio::|SystemTime::now|Instant::now|thread::sleep|rand::rng\(\))")

@@ -33,6 +33,8 @@ OWN = {
     "router": {
         "name", "http_listen", "grpc_listen", "insecure", "controllers", "controller_tls_ca_file",
         "cluster_state_file", "last_state_file", "bus", "kvmasters", "api_keys_file", "telemetry",
+        # The chart starts whole routers.
+        "remote_routers", "remote_api_key_file",
         *TLS, "tls_ca_file", "tls_client_optional",
         "http_tls_certificate_file", "http_tls_key_file", "http_tls_client_ca_file",
     },

@@ -4,7 +4,9 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use kvist_doors::{ClientTls, Door, DoorKind};
 use kvist_errors::{Code, KvistError};
-use kvist_router::{ApiKeys, GrpcServer, Router, RouterCore, RouterSettings, RouterStatus, maintain};
+use kvist_router::{
+    ApiKeys, Generate, GrpcServer, Listeners, Router, RouterCore, RouterSettings, RouterStatus, maintain,
+};
 use kvist_telemetry::{AdminServer, Metrics, ReadyFlag};
 use kvist_upstream::Upstreams;
 use serde::Serialize;
@@ -20,7 +22,46 @@ use crate::{
 const HEAD_TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// Time for connections to carry out the last events when the process stops.
-const CLOSING_TIME: Duration = Duration::from_secs(2);
+pub(crate) const CLOSING_TIME: Duration = Duration::from_secs(2);
+
+/// The admin port of a process with an edge.
+pub(crate) async fn start_admin(
+    settings: &RouterSettings,
+    metrics: Metrics,
+    ready: ReadyFlag,
+) -> Result<AdminServer, KvistError> {
+    let listen: SocketAddr = settings
+        .admin_listen
+        .parse()
+        .map_err(|_| KvistError::field(Code::InvalidArgument, "admin_listen", "must be an IP address and a port"))?;
+    AdminServer::start(listen, metrics, ready).await.map_err(|error| cannot_listen("admin_listen", &error))
+}
+
+/// Its HTTP edge, before whatever answers.
+pub(crate) async fn start_edge(
+    settings: &RouterSettings,
+    door: &Arc<Door>,
+    generate: Arc<dyn Generate>,
+    upstreams: Arc<Upstreams>,
+    keys: Arc<ApiKeys>,
+    ready: ReadyFlag,
+) -> Result<EdgeServer, KvistError> {
+    let edge = EdgeSettings {
+        listen: settings.http_listen.clone(),
+        body_limit_bytes: settings.body_limit_bytes,
+        head_timeout: HEAD_TIME_LIMIT,
+        body_timeout: Duration::from_millis(settings.body_timeout_ms),
+        write_timeout: Duration::from_millis(settings.write_timeout_ms),
+        keep_alive_interval: Duration::from_millis(settings.keep_alive_interval_ms),
+        cors: Cors::new(&settings.cors_allowed_origins)?,
+    };
+    let started = EdgeServer::start(&edge, door, generate, upstreams, keys, ready).await;
+    started.map_err(|error| cannot_listen("http_listen", &error))
+}
+
+fn cannot_listen(field: &'static str, error: &std::io::Error) -> KvistError {
+    KvistError::field(Code::InvalidArgument, field, format!("cannot be listened on: {error}"))
+}
 
 /// Where a router listens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -66,40 +107,21 @@ impl RouterProcess {
         let grpc_door = Door::open(&settings.grpc_door, DoorKind::Grpc)?;
         let http_door = Door::open(&settings.http_door, DoorKind::Http)?;
         let doors = vec![("grpc", Arc::clone(&grpc_door)), ("http", Arc::clone(&http_door))];
+        let listeners = Listeners::new(&metrics, Arc::clone(&keys), doors);
         let upstreams = Arc::new(Upstreams::new(&settings, &metrics)?);
         let core = RouterCore::new(&settings, tls.as_ref(), &metrics, ready.clone());
-        let cannot_listen = |field: &'static str| {
-            move |error: std::io::Error| {
-                KvistError::field(Code::InvalidArgument, field, format!("cannot be listened on: {error}"))
-            }
-        };
-        let admin_listen: SocketAddr = settings.admin_listen.parse().map_err(|_| {
-            KvistError::field(Code::InvalidArgument, "admin_listen", "must be an IP address and a port")
-        })?;
-        let admin =
-            AdminServer::start(admin_listen, metrics, ready.clone()).await.map_err(cannot_listen("admin_listen"))?;
+        let admin = start_admin(&settings, metrics.clone(), ready.clone()).await?;
         let grpc = GrpcServer::start(&settings.grpc_listen, &grpc_door, Arc::clone(&core), Arc::clone(&keys))
             .await
-            .map_err(cannot_listen("grpc_listen"))?;
-        let edge_settings = EdgeSettings {
-            listen: settings.http_listen,
-            body_limit_bytes: settings.body_limit_bytes,
-            head_timeout: HEAD_TIME_LIMIT,
-            body_timeout: Duration::from_millis(settings.body_timeout_ms),
-            write_timeout: Duration::from_millis(settings.write_timeout_ms),
-            keep_alive_interval: Duration::from_millis(settings.keep_alive_interval_ms),
-            cors: Cors::new(&settings.cors_allowed_origins)?,
-        };
+            .map_err(|error| cannot_listen("grpc_listen", &error))?;
         let generate = Arc::new(Router(Arc::clone(&core)));
-        let edge = EdgeServer::start(&edge_settings, &http_door, generate, upstreams, Arc::clone(&keys), ready)
-            .await
-            .map_err(cannot_listen("http_listen"))?;
+        let edge = start_edge(&settings, &http_door, generate, upstreams, Arc::clone(&keys), ready).await?;
         let addresses = RouterAddresses {
             http_address: edge.address(),
             grpc_address: grpc.address(),
             admin_address: admin.address(),
         };
-        let maintaining = AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&core), keys, doors)));
+        let maintaining = AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&core), listeners)));
         Ok(Self { handle: Handle::current(), core, addresses, edge, grpc, admin, _maintaining: maintaining })
     }
 

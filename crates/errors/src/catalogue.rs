@@ -103,6 +103,10 @@ codes! {
     EngineUnavailable = "ENGINE_UNAVAILABLE", Unavailable, 503, "service_unavailable", "engine_unavailable", "overloaded_error", true, "The engine cannot be reached";
     /// The engine was lost while it answered.
     EngineLost = "ENGINE_LOST", Unavailable, 503, "service_unavailable", "engine_lost", "overloaded_error", true, "The engine was lost while it answered";
+    /// An edge reaches no router.
+    RouterUnavailable = "ROUTER_UNAVAILABLE", Unavailable, 503, "service_unavailable", "router_unavailable", "overloaded_error", true, "No router can be reached";
+    /// The router behind an edge was lost while it answered.
+    RouterLost = "ROUTER_LOST", Unavailable, 503, "service_unavailable", "router_lost", "overloaded_error", true, "The router was lost while it answered";
     /// The engine reported a failure.
     EngineFailed = "ENGINE_FAILED", Internal, 500, "server_error", "engine_failed", "api_error", false, "The engine failed on this request";
     /// The KV of a prompt did not come from the prefill engine.

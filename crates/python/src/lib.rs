@@ -3,6 +3,7 @@
 mod attached;
 mod credentials;
 mod doors;
+mod edge_server;
 mod embed_sink;
 mod engine;
 mod engine_host;
@@ -28,6 +29,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attached::AttachedStream>()?;
     module.add_class::<credentials::NatsCredentials>()?;
     module.add_class::<doors::DoorRules>()?;
+    module.add_class::<edge_server::EdgeServer>()?;
     module.add_class::<embed_sink::EmbedAnswer>()?;
     module.add_class::<engine_host::Host>()?;
     module.add_class::<engine_host::Sink>()?;

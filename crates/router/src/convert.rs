@@ -9,7 +9,7 @@ use prost_types::{Struct, value::Kind};
 use serde_json::{Map, Number, Value};
 
 use crate::generate::{
-    AnswerForm, CallDelta, GenerateEnd, GenerateInput, Prompt, ReasoningDelta, TextDelta, ToolChoice,
+    AnswerForm, CallDelta, GenerateEnd, GenerateInput, Prompt, ReasoningDelta, TextDelta, TokenLogprob, ToolChoice,
 };
 
 /// Most stop strings of one request.
@@ -49,6 +49,19 @@ pub(crate) fn read_prompt(prompt: Option<wire::Prompt>, now_unix_seconds: i64) -
         None => Err(wrong("prompt".to_owned(), "is missing")),
         Some(wire::prompt::Form::Text(text)) => Ok(Prompt::Text(text)),
         Some(wire::prompt::Form::Tokens(tokens)) => Ok(Prompt::Tokens(tokens.ids)),
+        Some(wire::prompt::Form::ChatJson(chat)) => {
+            let messages: Vec<Value> = read_json("prompt.chat_json.messages", &chat.messages)?;
+            if messages.is_empty() {
+                return Err(wrong("prompt.chat_json.messages".to_owned(), "must have at least one message"));
+            }
+            Ok(Prompt::Chat(Box::new(kvist_text::Chat {
+                messages,
+                tools: read_json("prompt.chat_json.tools", &chat.tools)?,
+                variables: read_json("prompt.chat_json.template_variables", &chat.template_variables)?,
+                add_generation_prompt: !chat.without_generation_prompt,
+                now_unix_seconds,
+            })))
+        }
         Some(wire::prompt::Form::Chat(chat)) => {
             if chat.messages.is_empty() {
                 return Err(wrong("prompt.chat.messages".to_owned(), "must have at least one message"));
@@ -68,6 +81,17 @@ pub(crate) fn read_prompt(prompt: Option<wire::Prompt>, now_unix_seconds: i64) -
             })))
         }
     }
+}
+
+/// A list or an object of JSON text; an empty one for an empty text.
+fn read_json<T: serde::de::DeserializeOwned + Default>(field: &str, text: &str) -> Result<T, KvistError> {
+    if text.is_empty() {
+        return Ok(T::default());
+    }
+    serde_json::from_str(text).map_err(|error| {
+        let why = format!("is not the JSON that it has to be: line {}, column {}", error.line(), error.column());
+        KvistError::field(Code::InvalidArgument, field, why)
+    })
 }
 
 fn read_message(message: wire::ChatMessage) -> Value {
@@ -152,12 +176,16 @@ fn read_form(form: wire::AnswerForm) -> AnswerForm {
 }
 
 pub(crate) fn write_delta(delta: TextDelta) -> wire::TextDelta {
-    let top = |(token_id, _, logprob): (u32, Vec<u8>, f32)| TopLogprob { token_id, logprob };
-    let logprobs = delta
-        .logprobs
-        .into_iter()
-        .map(|token| TokenLogprobs { logprob: token.logprob, top: token.top.into_iter().map(top).collect() });
-    wire::TextDelta { index: delta.index, text: delta.text, token_ids: delta.token_ids, logprobs: logprobs.collect() }
+    let (logprobs, logprob_tokens) = delta.logprobs.into_iter().map(write_logprob).unzip();
+    let TextDelta { index, text, token_ids, .. } = delta;
+    wire::TextDelta { index, text, token_ids, logprobs, logprob_tokens }
+}
+
+fn write_logprob(token: TokenLogprob) -> (TokenLogprobs, wire::NamedToken) {
+    let split = |(token_id, text, logprob): (u32, Vec<u8>, f32)| (TopLogprob { token_id, logprob }, text.into());
+    let (top, top_texts) = token.top.into_iter().map(split).unzip();
+    let named = wire::NamedToken { token_id: token.token_id, text: token.bytes.into(), top_texts };
+    (TokenLogprobs { logprob: token.logprob, top }, named)
 }
 
 pub(crate) fn write_reasoning(delta: ReasoningDelta) -> wire::ReasoningDelta {

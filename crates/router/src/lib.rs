@@ -22,6 +22,7 @@ mod health;
 mod keys;
 mod leases;
 mod life;
+mod listeners;
 mod maintenance;
 mod metrics;
 mod model_state;
@@ -50,14 +51,15 @@ pub use generate::{
     Usage,
 };
 pub use keys::{ApiKeys, Caller, RateLimit, RateLimits};
+pub use listeners::Listeners;
 pub use maintenance::maintain;
 pub use record::record_failure;
 pub use routing::{AdmissionSettings, RoutingSettings};
 pub use server::GrpcServer;
-pub use service::{CLASS_METADATA, SESSION_METADATA};
+pub use service::{CLASS_METADATA, PROMPT_TOKENS_METADATA, SESSION_METADATA};
 pub use settings::RouterSettings;
 pub use stages::{StageLimits, StageTimer};
-pub use start::Router;
+pub use start::{Router, join_salts};
 pub use upstream_settings::UpstreamSettings;
 
 /// Why settings of routing or admission are refused.

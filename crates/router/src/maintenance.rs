@@ -1,4 +1,4 @@
-//! What a router does beside requests, once a second: leases end, keys are read again, gauges are set.
+//! What a router does beside requests, once a second: leases end, listeners are looked after, gauges are set.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -7,7 +7,6 @@ use std::{
 };
 
 use kvist_blocks::{Rank, SourceKey};
-use kvist_doors::Door;
 use kvist_events::care_for_index;
 use kvist_index::{SourceState, SourceStatus};
 use kvist_link::LinkState;
@@ -19,7 +18,7 @@ use crate::{
     cluster::{ClusterView, ModelView},
     core::RouterCore,
     explain::state_to_wire,
-    keys::ApiKeys,
+    listeners::Listeners,
     metrics::{ModelLabel, StateLabel, TargetLabel},
 };
 
@@ -27,9 +26,7 @@ use crate::{
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs until the router is stopped.
-///
-/// * `doors`: Those of its listeners, by their names.
-pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>, doors: Vec<(&'static str, Arc<Door>)>) {
+pub async fn maintain(core: Arc<RouterCore>, listeners: Listeners) {
     let _caring = AbortOnDropHandle::new(tokio::spawn(care_for_index(Arc::clone(core.index()))));
     let mut tick = tokio::time::interval(INTERVAL);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -39,17 +36,8 @@ pub async fn maintain(core: Arc<RouterCore>, keys: Arc<ApiKeys>, doors: Vec<(&'s
             _ = tick.tick() => {}
         }
         core.leases.expire(Instant::now());
-        match keys.reload_if_changed() {
-            Ok(false) => {}
-            Ok(true) => tracing::info!("api_keys_reloaded"),
-            Err(error) => tracing::error!(%error, "api_keys_not_reloaded"),
-        }
         set_gauges(&core);
-        for (listener, door) in &doors {
-            if let Some(seconds) = door.certificate_expires_at() {
-                core.metrics.certificate_expires(listener, seconds);
-            }
-        }
+        listeners.look_after();
     }
 }
 

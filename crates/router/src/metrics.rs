@@ -85,12 +85,6 @@ pub(crate) struct ReasonLabel {
     reason: &'static str,
 }
 
-/// Label of a listener.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct ListenerLabel {
-    listener: &'static str,
-}
-
 /// All of them.
 #[derive(Clone, Debug)]
 pub(crate) struct RouterMetrics {
@@ -119,7 +113,6 @@ pub(crate) struct RouterMetrics {
     pub(crate) breaker_openings: Family<ModelLabel, Counter>,
     pub(crate) refused_policies: Gauge,
     ignored_states: Family<ReasonLabel, Counter>,
-    certificate_expiry: Family<ListenerLabel, Gauge>,
     pub(crate) reservations: Gauge,
     pub(crate) promised_tokens: Gauge,
     pub(crate) targets: Family<TargetLabel, Gauge>,
@@ -149,11 +142,6 @@ impl RouterMetrics {
     /// Counts a cluster state that was not taken up.
     pub(crate) fn state_ignored(&self, reason: &'static str) {
         self.ignored_states.get_or_create(&ReasonLabel { reason }).inc();
-    }
-
-    /// Notes when the certificate of a listener ends.
-    pub(crate) fn certificate_expires(&self, listener: &'static str, at_unix_seconds: i64) {
-        self.certificate_expiry.get_or_create(&ListenerLabel { listener }).set(at_unix_seconds);
     }
 
     pub(crate) fn new(metrics: &Metrics) -> Self {
@@ -261,11 +249,6 @@ impl RouterMetrics {
             ignored_states: metrics.register(
                 names::CLUSTER_STATES_IGNORED,
                 "Cluster states that were not taken up.",
-                Family::default(),
-            ),
-            certificate_expiry: metrics.register(
-                names::TLS_CERTIFICATE_EXPIRY,
-                "When the certificate of a listener ends, in Unix seconds.",
                 Family::default(),
             ),
             reservations: metrics.register(names::ROUTER_RESERVATIONS, "Reservations held.", Gauge::default()),

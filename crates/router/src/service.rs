@@ -34,6 +34,9 @@ pub const SESSION_METADATA: &str = "kvist-session";
 /// Metadata, and HTTP header, with the class of a request.
 pub const CLASS_METADATA: &str = "kvist-class";
 
+/// Metadata of a response with the tokens of its prompt, before anything is generated.
+pub const PROMPT_TOKENS_METADATA: &str = "kvist-prompt-tokens";
+
 type BoxStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// The service over one router.
@@ -124,6 +127,7 @@ impl RouterService for Service {
         let (context, input) = read().inspect_err(|error: &KvistError| record_failure(&span, error.code))?;
         let events = Router(Arc::clone(&self.core)).generate(context, input).await?;
         let request_id = events.request_id.to_string();
+        let prompt_tokens = events.prompt_tokens;
         let mut first_id = Some(request_id.clone());
         let messages = events.flat_map(stream::iter).map(move |event| {
             let event = match event {
@@ -139,6 +143,7 @@ impl RouterService for Service {
         if let Ok(value) = request_id.parse() {
             response.metadata_mut().insert("x-request-id", value);
         }
+        response.metadata_mut().insert(PROMPT_TOKENS_METADATA, prompt_tokens.into());
         Ok(response)
     }
 

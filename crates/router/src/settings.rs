@@ -71,6 +71,10 @@ pub struct RouterSettings {
     pub request_buffer_tokens: usize,
     /// OpenAI-compatible servers outside the mesh.
     pub upstreams: Vec<UpstreamSettings>,
+    /// `host:port` of routers of other processes: this one is their edge and no router itself.
+    pub remote_routers: Vec<String>,
+    /// File with the API key by which they know it; none where they ask for none.
+    pub remote_api_key_file: Option<PathBuf>,
     /// How targets are chosen for models that do not say it: `{preset, filters, scorers, picker}`.
     pub routing: RoutingSettings,
     /// Who may start at once, for models that do not say it: `"allow_all"` or `{concurrency: {...}}`.
@@ -106,6 +110,8 @@ impl Default for RouterSettings {
             explained_requests: 10_000,
             request_buffer_tokens: 16_384,
             upstreams: Vec::new(),
+            remote_routers: Vec::new(),
+            remote_api_key_file: None,
             routing: RoutingSettings::default(),
             admission: AdmissionSettings::default(),
         }

@@ -142,7 +142,8 @@ pub(crate) fn session_of(id: &str) -> Option<Arc<str>> {
 }
 
 /// Caches of an API key with a salt are its own; the client may split them further.
-pub(crate) fn join_salts(of_caller: &str, of_request: &str) -> String {
+#[must_use]
+pub fn join_salts(of_caller: &str, of_request: &str) -> String {
     match (of_caller, of_request) {
         ("", salt) | (salt, "") => salt.to_owned(),
         // The length keeps "a" + "bc" and "ab" + "c" apart.

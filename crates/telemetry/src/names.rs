@@ -38,6 +38,10 @@ names! { METRICS:
     ROUTER_ENGINE_QUEUE_SECONDS = "kvist_router_engine_queue_seconds";
     /// From arrival to the end of the answer.
     ROUTER_REQUEST_SECONDS = "kvist_router_request_seconds";
+    /// Routers of other processes that serve, behind an edge without a router.
+    EDGE_REMOTE_ROUTERS = "kvist_edge_remote_routers";
+    /// Requests that run at routers of other processes.
+    EDGE_ACTIVE_REQUESTS = "kvist_edge_active_requests";
     /// Requests to servers outside the mesh by upstream and outcome.
     UPSTREAM_REQUESTS = "kvist_upstream_requests_total";
     /// Requests that run at servers outside the mesh.

@@ -251,6 +251,17 @@ class RouterServer:
     def stop(self) -> None:
         """Ends everything: streams that run end with an error, never as if they were complete. Idempotent."""
 
+class EdgeServer:
+    """HTTP edge and admin port before routers of other processes."""
+
+    def __new__(cls, runtime: Runtime, settings_json: str) -> Self: ...
+    def start(self) -> str:
+        """Listens; not ready until a remote router serves. Returns `http_address` and `admin_address` as JSON text."""
+    def drain(self, time_limit_ms: int) -> bool:
+        """Takes nothing new and waits for what runs; true when nothing runs any more."""
+    def stop(self) -> None:
+        """Ends everything: streams that run end with an error, never as if they were complete. Idempotent."""
+
 class Runtime:
     """Threads of the data plane. Close it before the process ends."""
 

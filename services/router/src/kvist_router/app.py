@@ -1,4 +1,4 @@
-"""The life of a router: start the data plane, follow the cluster state, drain, stop."""
+"""The life of a router: start the data plane, follow the cluster state, drain, stop. Or of an edge of other routers."""
 
 import asyncio
 import json
@@ -26,13 +26,17 @@ async def main(process: Process[RouterSettings]) -> None:
     start_core_telemetry(settings.telemetry, service="kvist-router", instance=settings.name)
     runtime = _core.Runtime(settings.worker_threads)
     try:
+        core = json.dumps(core_settings(settings))
         with core_errors():
-            server = _core.RouterServer(runtime, json.dumps(core_settings(settings)))
+            server = _core.EdgeServer(runtime, core) if settings.is_edge_only else _core.RouterServer(runtime, core)
             addresses: dict[str, str] = json.loads(await asyncio.to_thread(server.start))
         process.announce(**addresses)
         process.readiness.clear("start")
         try:
-            await _follow_until_stopped(process, server)
+            if isinstance(server, _core.RouterServer):
+                await _follow_until_stopped(process, server)
+            else:
+                await process.stopping.wait()
             _log.info("draining", time_limit_seconds=settings.drain_seconds)
             await asyncio.to_thread(server.drain, int(settings.drain_seconds * 1000))
         finally:
@@ -62,6 +66,7 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
         "grpc_door": settings.core_door() | {"tls_client_optional": settings.tls_client_optional},
         "http_door": settings.core_http_door(),
         "text_threads": settings.text_threads,
+        "remote_routers": list(settings.remote_routers),
         "routing": settings.routing,
         "admission": settings.admission or "allow_all",
         "upstreams": [
@@ -90,8 +95,8 @@ def core_settings(settings: RouterSettings) -> dict[str, object]:
             for name in ("credentials_file", "tls_ca_file")
             if (path := getattr(settings.bus, name)) is not None
         }
-    if settings.api_keys_file is not None:
-        core["api_keys_file"] = str(settings.api_keys_file)
+    key_files = {"api_keys_file": settings.api_keys_file, "remote_api_key_file": settings.remote_api_key_file}
+    core |= {name: str(file) for name, file in key_files.items() if file is not None}
     return core
 
 

@@ -59,6 +59,10 @@ class RouterSettings(DoorSettings):
     """A `ClusterState` as protobuf JSON instead of controllers; watched for changes."""
     last_state_file: Path | None = None
     """Where the last good cluster state is kept, so that a restart needs no controller."""
+    remote_routers: tuple[str, ...] = ()
+    """`host:port` of routers of other processes: this process is their HTTP edge, and no router itself."""
+    remote_api_key_file: Path | None = None
+    """File with the API key by which those routers know this edge; read again with each request."""
     bus: BusSettings = BusSettings()
     """Where KV events come from; without it the router follows each worker's ledger itself."""
     kvmasters: tuple[str, ...] = ()
@@ -134,18 +138,26 @@ class RouterSettings(DoorSettings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if bool(self.controllers) == (self.cluster_state_file is not None):
-            raise ValueError("give either controllers or cluster_state_file")
+        if [bool(self.controllers), self.cluster_state_file is not None, self.is_edge_only].count(True) != 1:
+            raise ValueError("give one of controllers, cluster_state_file and remote_routers")
+        if self.remote_api_key_file is not None and not self.is_edge_only:
+            raise ValueError("remote_api_key_file needs remote_routers")
         if (self.http_tls_certificate_file is None) != (self.http_tls_key_file is None):
             raise ValueError("http_tls_certificate_file and http_tls_key_file go together")
         if self.tls_client_optional and self.tls_client_ca_file is None:
             raise ValueError("tls_client_optional needs tls_client_ca_file")
         if self.http_tls_client_ca_file is not None and not self.serves_https:
             raise ValueError("http_tls_client_ca_file needs http_tls_certificate_file")
-        self.check_listen(self.grpc_listen)
+        if not self.is_edge_only:
+            self.check_listen(self.grpc_listen)
         if not self.serves_https:
             check_plain_text(self.http_listen, insecure=self.insecure)
         return self
+
+    @property
+    def is_edge_only(self) -> bool:
+        """Whether other processes route."""
+        return bool(self.remote_routers)
 
     @property
     def serves_https(self) -> bool:

@@ -85,6 +85,7 @@ class Prompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    CHAT_JSON_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text; no template is applied."""
     @_builtins.property
@@ -95,18 +96,23 @@ class Prompt(_message.Message):
     def chat(self) -> Global___Chat:
         """A conversation; the model's chat template is applied."""
 
+    @_builtins.property
+    def chat_json(self) -> Global___ChatJson:
+        """The same as an edge hands it on."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         tokens: _engine_pb2.TokenIds | None = ...,
         chat: Global___Chat | None = ...,
+        chat_json: Global___ChatJson | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "form", b"form", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "chat_json", b"chat_json", "form", b"form", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "form", b"form", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "chat_json", b"chat_json", "form", b"form", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["text", "tokens", "chat", "chat_json"]  # noqa: Y015
     _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
 
@@ -147,6 +153,42 @@ class Chat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class ChatJson(_message.Message):
+    """A conversation as JSON text. It keeps what a `Struct` loses, the order of keys above all: templates write out tools
+    and arguments, and another order is another prompt. The objects are those of the OpenAI API, with text content.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    WITHOUT_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    messages: _builtins.str
+    """A list of messages; at least one."""
+    tools: _builtins.str
+    """A list of tools; empty for none."""
+    template_variables: _builtins.str
+    """An object with further variables of the chat template; empty for none."""
+    without_generation_prompt: _builtins.bool
+    """Whether the prompt ends with the last message, and the template does not begin an answer."""
+    def __init__(
+        self,
+        *,
+        messages: _builtins.str = ...,
+        tools: _builtins.str = ...,
+        template_variables: _builtins.str = ...,
+        without_generation_prompt: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_variables", b"template_variables", "tools", b"tools", "without_generation_prompt", b"without_generation_prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatJson: _TypeAlias = ChatJson  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -477,6 +519,7 @@ class TextDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which choice, from 0."""
     text: _builtins.str
@@ -489,6 +532,10 @@ class TextDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.TokenLogprobs]:
         """Log-probabilities, one for each token, when asked for."""
 
+    @_builtins.property
+    def logprob_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedToken]:
+        """Which tokens they are of, one for each."""
+
     def __init__(
         self,
         *,
@@ -496,14 +543,47 @@ class TextDelta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_engine_pb2.TokenLogprobs] | None = ...,
+        logprob_tokens: _abc.Iterable[Global___NamedToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprob_tokens", b"logprob_tokens", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TextDelta: _TypeAlias = TextDelta  # noqa: Y015
+
+@_typing.final
+class NamedToken(_message.Message):
+    """A token for which log-probabilities were asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOP_TEXTS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    text: _builtins.bytes
+    """Its bytes: a token may end within a character."""
+    @_builtins.property
+    def top_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Bytes of the most probable tokens, in the order of `TokenLogprobs.top`."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.bytes = ...,
+        top_texts: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_id", b"token_id", "top_texts", b"top_texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedToken: _TypeAlias = NamedToken  # noqa: Y015
 
 @_typing.final
 class GenerateFinished(_message.Message):

@@ -99,6 +99,7 @@ class RouterServiceServicer:
     def Generate(self, request, context):
         """Generates. Deltas in order, then exactly one message with `finished`. A stream that ends without it failed: the
         status says why. Not idempotent; retried by the router itself on another target only before the first token.
+        The headers of the response come once it is placed or waits, with `x-request-id` and `kvist-prompt-tokens`.
         Errors: INVALID_ARGUMENT, NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

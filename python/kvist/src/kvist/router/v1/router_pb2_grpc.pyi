@@ -40,6 +40,7 @@ class RouterServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
     """Generates. Deltas in order, then exactly one message with `finished`. A stream that ends without it failed: the
     status says why. Not idempotent; retried by the router itself on another target only before the first token.
+    The headers of the response come once it is placed or waits, with `x-request-id` and `kvist-prompt-tokens`.
     Errors: INVALID_ARGUMENT, NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
     """
     Embed: _grpc.UnaryUnaryMultiCallable[_router_pb2.EmbedRequest, _router_pb2.EmbedResponse]
@@ -77,6 +78,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates. Deltas in order, then exactly one message with `finished`. A stream that ends without it failed: the
     status says why. Not idempotent; retried by the router itself on another target only before the first token.
+    The headers of the response come once it is placed or waits, with `x-request-id` and `kvist-prompt-tokens`.
     Errors: INVALID_ARGUMENT, NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_router_pb2.EmbedRequest, _router_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -117,6 +119,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
         """Generates. Deltas in order, then exactly one message with `finished`. A stream that ends without it failed: the
         status says why. Not idempotent; retried by the router itself on another target only before the first token.
+        The headers of the response come once it is placed or waits, with `x-request-id` and `kvist-prompt-tokens`.
         Errors: INVALID_ARGUMENT, NOT_FOUND (model), RESOURCE_EXHAUSTED (overload, with RetryInfo), UNAVAILABLE.
         """
 
