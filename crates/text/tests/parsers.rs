@@ -396,6 +396,60 @@ fn tagged() -> Vec<Fixture> {
     ]
 }
 
+fn pythonic() -> Vec<Fixture> {
+    let python = || free(ToolFamily::Pythonic);
+    // A list that had begun and cannot be read further: what is left is text, and it counts.
+    let broken = |written, rest| {
+        let mut broken = fixture(python(), written, "", rest, &[NOTHING]);
+        broken.said.failures = 1;
+        broken
+    };
+    let escaped: Call = ("add", r#"{"a":-7,"note":"it's \"1)\", [x=2]"}"#, true);
+    vec![
+        fixture(
+            python(),
+            " [get_weather(city='東京', days=[1, 2]), f()]",
+            "",
+            "",
+            &[("get_weather", r#"{"city":"東京","days":[1,2]}"#, true), NOTHING],
+        ),
+        fixture(python(), "<|python_start|>[f()]<|python_end|>", "", "", &[NOTHING]),
+        fixture(python(), r#"[add(a = -7, note='it\'s "1)", [x=2]',)]"#, "", "", &[escaped]),
+        fixture(
+            python(),
+            "[f(x=None, y={'k': (True, 1.5)})]\nThat is all.",
+            "",
+            "\nThat is all.",
+            &[("f", r#"{"x":null,"y":{"k":[true,1.5]}}"#, true)],
+        ),
+        // Lists of other things, and calls of tools that nobody offered.
+        fixture(python(), "[1, 2, 3]", "", "[1, 2, 3]", &[]),
+        fixture(python(), "[print(x=1)]", "", "[print(x=1)]", &[]),
+        fixture(python(), "[f(1)]", "", "[f(1)]", &[]),
+        fixture(python(), "[f(x=g())]", "", "[f(x=g())]", &[]),
+        fixture(python(), "[link](http://a)", "", "[link](http://a)", &[]),
+        fixture(python(), "Use [f()] for it.", "", "Use [f()] for it.", &[]),
+        fixture(python(), "", "", "", &[]),
+        broken("[f(), print(x=1)]", ", print(x=1)]"),
+        broken("[f(), f(1)]", ", f(1)]"),
+        broken("[f() f()]", " f()]"),
+        {
+            let mut half = fixture(python(), "[f(x=1, 2)]", "", "2)]", &[("f", r#"{"x":1"#, false)]);
+            half.said.failures = 1;
+            half
+        },
+    ]
+}
+
+#[test]
+fn a_call_of_python_that_is_cut_keeps_what_was_whole_and_loses_nothing() {
+    let said = read(&free(ToolFamily::Pythonic), ["[get_weather(city='東京', days=[1,"]);
+    assert_eq!(vec![("get_weather".to_owned(), r#"{"city":"東京""#.to_owned(), false)], said.calls);
+    assert_eq!(("days=[1,", 0), (said.text.as_str(), said.failures));
+    let said = read(&free(ToolFamily::Pythonic), ["[f(), get_wea"]);
+    assert_eq!((1, ", get_wea"), (said.calls.len(), said.text.as_str()));
+}
+
 #[test]
 fn a_call_in_tags_that_is_cut_keeps_what_was_whole_and_loses_nothing() {
     let cut = "<tool_call>\n<function=get_weather>\n<parameter=city>\n東京\n</parameter>\n<parameter=days>\n[1,";
@@ -423,10 +477,21 @@ fn constrained() -> Vec<Fixture> {
 }
 
 fn corpus() -> Vec<Fixture> {
-    [hermes(), llama(), mistral(), deepseek(), gpt_oss(), thoughts(), experimental(), tagged(), constrained()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        hermes(),
+        llama(),
+        mistral(),
+        deepseek(),
+        gpt_oss(),
+        thoughts(),
+        experimental(),
+        tagged(),
+        pythonic(),
+        constrained(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// Roughly as tokenizers cut: marks whole, words with the space before them, other characters alone.

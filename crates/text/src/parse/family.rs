@@ -6,6 +6,7 @@ use super::{
     call::KnownTools,
     harmony,
     marked::{MarkedCalls, MarkedForm},
+    pythonic::{self, PythonCalls},
     reasoning::ThoughtForm,
     sections::{Head, SectionCalls, SectionForm},
     tagged::{TaggedCalls, TaggedForm},
@@ -35,6 +36,8 @@ pub enum ToolFamily {
     Qwen3Coder,
     /// GLM 4.5: `NAME<arg_key>KEY</arg_key>`. Experimental.
     Glm,
+    /// Llama 4 and Olmo: `[NAME(KEY=VALUE)]`, as Python writes calls. Experimental.
+    Pythonic,
 }
 
 /// How a call is written around its name, which is JSON, and its arguments.
@@ -120,7 +123,7 @@ pub enum CallIdForm {
 
 impl ToolFamily {
     /// All, by name.
-    pub const ALL: [(&'static str, Self); 10] = [
+    pub const ALL: [(&'static str, Self); 11] = [
         ("hermes", Self::Hermes),
         ("llama3_json", Self::Llama3Json),
         ("mistral", Self::Mistral),
@@ -131,6 +134,7 @@ impl ToolFamily {
         ("granite", Self::Granite),
         ("qwen3_coder", Self::Qwen3Coder),
         ("glm", Self::Glm),
+        ("pythonic", Self::Pythonic),
     ];
 
     /// The family of a name.
@@ -166,6 +170,9 @@ impl ToolFamily {
             })
         } else if has(GRANITE.open) {
             Some(Self::Granite)
+        } else if has(pythonic::OPEN) || has("func_name1(params_name1=") {
+            // Llama 4 shows the form to its model in the system's message.
+            Some(Self::Pythonic)
         } else if has("<|start_header_id|>") && has("\"parameters\"") {
             Some(Self::Llama3Json)
         } else {
@@ -190,6 +197,7 @@ impl ToolFamily {
             Self::GptOss => harmony::MARKS.to_vec(),
             Self::KimiK2 => sections(KIMI_K2),
             Self::Granite => vec![GRANITE.open],
+            Self::Pythonic => vec![pythonic::OPEN, pythonic::CLOSE],
         }
     }
 
@@ -230,6 +238,7 @@ impl ToolFamily {
             Self::KimiK2 => sections(KIMI_K2),
             Self::Qwen3Coder => tagged(TaggedForm::Qwen3Coder),
             Self::Glm => tagged(TaggedForm::Glm),
+            Self::Pythonic => ToolReader::Pythonic(super::marks::Fed::new(PythonCalls::new(Arc::clone(tools)))),
             Self::GptOss => return None,
         })
     }
@@ -307,6 +316,7 @@ pub(crate) enum ToolReader {
     Marked(super::marks::Fed<MarkedCalls>),
     Sections(super::marks::Fed<SectionCalls>),
     Tagged(super::marks::Fed<TaggedCalls>),
+    Pythonic(super::marks::Fed<PythonCalls>),
     /// The whole answer is the arguments of one tool.
     Named(super::marks::Fed<super::named::NamedArguments>),
 }
@@ -327,6 +337,7 @@ impl ToolReader {
             Self::Marked(reader) => reader.feed(text, out),
             Self::Sections(reader) => reader.feed(text, out),
             Self::Tagged(reader) => reader.feed(text, out),
+            Self::Pythonic(reader) => reader.feed(text, out),
             Self::Named(reader) => reader.feed(text, out),
         }
     }
@@ -336,6 +347,7 @@ impl ToolReader {
             Self::Marked(reader) => reader.finish(out),
             Self::Sections(reader) => reader.finish(out),
             Self::Tagged(reader) => reader.finish(out),
+            Self::Pythonic(reader) => reader.finish(out),
             Self::Named(reader) => reader.finish(out),
         }
     }

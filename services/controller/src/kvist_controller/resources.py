@@ -41,6 +41,7 @@ ToolParser = Literal[
     "granite",
     "qwen3_coder",
     "glm",
+    "pythonic",
 ]
 ReasoningParser = Literal["none", "qwen3", "deepseek_r1", "mistral", "gpt_oss", "kimi", "seed_oss"]
 
