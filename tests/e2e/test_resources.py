@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import anthropic
 import openai
 import pytest
 
@@ -119,5 +120,17 @@ def test_a_policy_counts_for_the_next_request_and_the_client_comes_back_when_it_
     answer = client.with_options(max_retries=9).completions.with_raw_response.create(**question)
     assert 1 <= answer.retries_taken <= 4
     assert 4 == answer.parse().usage.completion_tokens
+    assert "length" == [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1]
+
+    stream = iter(client.completions.create(**question | {"max_tokens": 150}, stream=True))
+    next(stream)
+    message = {"model": "narrow", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    other = cluster.anthropic_client()
+    with pytest.raises(anthropic.RateLimitError) as limited:
+        other.with_options(max_retries=0).messages.create(**message)
+    assert 1 <= int(limited.value.response.headers["retry-after"])
+    said = other.with_options(max_retries=9).messages.with_raw_response.create(**message)
+    assert 1 <= said.retries_taken <= 4
+    assert 4 == said.parse().usage.output_tokens
     assert "length" == [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1]
     cluster.kvist("delete", "ms", "narrow")
