@@ -20,7 +20,9 @@ from kvist import _core
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError
 from kvist_worker.engine import KvLayout
-from kvist_worker.engines import llamacpp, llamacpp_embeddings, llamacpp_request
+from kvist_worker.engines.llamacpp import adapter as llamacpp_adapter
+from kvist_worker.engines.llamacpp import embeddings as llamacpp_embeddings
+from kvist_worker.engines.llamacpp import request as llamacpp_request
 from kvist_worker.engines.vllm import adapter as vllm_adapter
 from kvist_worker.engines.vllm import request as vllm_request
 from kvist_worker.engines.vllm.facts import EngineFacts, EventSockets
@@ -125,9 +127,9 @@ def llamacpp_mode() -> Mode:
     return Mode(
         "`llamacpp`",
         lambda request, _: python_refusal(lambda: llamacpp_request.prepare(request, limits=limits)),
-        lambda _: asdict(llamacpp.CAPABILITIES),
+        lambda _: asdict(llamacpp_adapter.CAPABILITIES),
         lambda _: 1,
-        lambda _: hasattr(llamacpp.LlamaCppEngine, "load_adapter"),
+        lambda _: hasattr(llamacpp_adapter.LlamaCppEngine, "load_adapter"),
         lambda: llamacpp_embeddings.CAPABILITIES.embeddings,
     )
 

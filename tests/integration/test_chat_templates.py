@@ -116,7 +116,7 @@ def hugging_face(template: ChatTemplate) -> Callable[..., str]:
 def smollm2(folder: Path) -> dict[str, ChatTemplate]:
     """The template within the model file that the tests of the engine use."""
     gguf_tokenizer = pytest.importorskip("kvist_worker.gguf_tokenizer")
-    llamacpp = pytest.importorskip("kvist_worker.engines.llamacpp")
+    llamacpp = pytest.importorskip("kvist_worker.engines.llamacpp.model")
     converted = gguf_tokenizer.load(llamacpp.packaged_model_path(), cache_folder=folder)
     return {"default": ChatTemplate(converted.chat_template, converted.bos_token, converted.eos_token)}
 

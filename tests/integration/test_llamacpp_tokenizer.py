@@ -15,7 +15,7 @@ xllamacpp = pytest.importorskip("xllamacpp")
 
 from kvist import _core  # noqa: E402
 from kvist_worker import gguf_tokenizer  # noqa: E402
-from kvist_worker.engines.llamacpp import packaged_model_path  # noqa: E402
+from kvist_worker.engines.llamacpp.model import packaged_model_path  # noqa: E402
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,7 @@ import numpy as np
 from gguf.quants import dequantize
 
 from kvist_worker import gguf_tokenizer
-from kvist_worker.engines.llamacpp import packaged_model_path
+from kvist_worker.engines.llamacpp.model import packaged_model_path
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",

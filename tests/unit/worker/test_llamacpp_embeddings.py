@@ -16,8 +16,8 @@ pytest.importorskip("xllamacpp")
 from kvist.engine.v1 import engine_pb2
 from kvist.events.v1 import events_pb2
 from kvist_worker import gguf_tokenizer
-from kvist_worker.engines.llamacpp import LlamaCppArguments
-from kvist_worker.engines.llamacpp_embeddings import LlamaCppEmbedder
+from kvist_worker.engines.llamacpp.embeddings import LlamaCppEmbedder
+from kvist_worker.engines.llamacpp.model import LlamaCppArguments
 
 SECONDS = 10
 SLOTS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress
+from kvist_worker.engines.llamacpp.load import LoadAccount, RequestProgress
 
 
 def test_a_report_counts_what_runs_and_what_waits() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError
-from kvist_worker.engines.llamacpp_request import PreparedRequest, RequestLimits, choice_grammar, prepare
+from kvist_worker.engines.llamacpp.request import PreparedRequest, RequestLimits, choice_grammar, prepare
 
 LIMITS = RequestLimits(context_tokens=100, vocabulary_size=1000)
 

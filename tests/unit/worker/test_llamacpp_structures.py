@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("xllamacpp")
 
 from kvist.errors import KvistError
-from kvist_worker.engines.llamacpp_structures import structural_grammar
+from kvist_worker.engines.llamacpp.structures import structural_grammar
 
 CALL = {"begin": '<call>\n"f": ', "schema": {"type": "object"}, "end": "</call>"}
 

@@ -7,7 +7,7 @@ import codecs
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvist_worker.engines.llamacpp_tokens import TokenBytes
+from kvist_worker.engines.llamacpp.tokens import TokenBytes
 
 EMOJI = "😀".encode()
 # Whole characters, and characters cut in every way.

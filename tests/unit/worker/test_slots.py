@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist_worker.engines.slots import Scope, Slot, choose, common_prefix_tokens
+from kvist_worker.engines.llamacpp.slots import Scope, Slot, choose, common_prefix_tokens
 
 SIZE = 3
 BASE, SALTED = Scope(), Scope(cache_salt="x")

@@ -27,8 +27,9 @@ def create(
         case "llamacpp":
             try:
                 # Imported here: a worker loads the one engine it hosts.
-                from kvist_worker.engines.llamacpp import LlamaCppArguments, LlamaCppEngine  # noqa: PLC0415
-                from kvist_worker.engines.llamacpp_embeddings import LlamaCppEmbedder  # noqa: PLC0415
+                from kvist_worker.engines.llamacpp.adapter import LlamaCppEngine  # noqa: PLC0415
+                from kvist_worker.engines.llamacpp.embeddings import LlamaCppEmbedder  # noqa: PLC0415
+                from kvist_worker.engines.llamacpp.model import LlamaCppArguments  # noqa: PLC0415
             except ImportError as failure:
                 raise error(
                     "NOT_IMPLEMENTED", "the engine llamacpp needs the extra `llamacpp` of kvist-worker"

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import FieldViolation, KvistError, error, invalid_field
-from kvist_worker.engines.llamacpp_structures import structural_grammar
+from kvist_worker.engines.llamacpp.structures import structural_grammar
 from kvist_worker.prompts import before_start, checked_prompt
 
 MAX_TOP_LOGPROBS = 20

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError, error
 from kvist_worker.engine import EmbedSink, EngineCapabilities, EngineDescription, EngineHost, RequestSink
-from kvist_worker.engines.llamacpp import LlamaCppArguments, read_model, start_server
-from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress
+from kvist_worker.engines.llamacpp.load import LoadAccount, RequestProgress
+from kvist_worker.engines.llamacpp.model import LlamaCppArguments, read_model, start_server
 
 _log = logging.getLogger(__name__)
 CAPABILITIES = EngineCapabilities(embeddings=True)

