@@ -15,9 +15,11 @@ use crate::{
     holders::{Entries, Holders},
     loose::LooseEnd,
     node::{self, MAX_SLOTS, Node, Record},
+    places::ranges,
     source::{Slot, SlotUse, Source, SourceStatus, TierSum},
     sources::{SourceList, Sources},
     table::{MAX_NODES, PAGE_ORDER, Room, Seat, Table},
+    versions::Versions,
     view::{Published, View},
 };
 
@@ -88,8 +90,8 @@ pub(crate) struct Core {
     pub(crate) counters: Arc<Counters>,
     /// Closed incarnations by worker: everything up to and including the value.
     pub(crate) closed: HashMap<WorkerUid, Incarnation>,
-    /// Given to a node with each change, and never twice.
-    version: u64,
+    /// Of nodes and of the table's pages.
+    pub(crate) versions: Versions,
     /// Nodes that the change at hand is about: they stay.
     pub(crate) pinned: [u32; 3],
     pub(crate) holders: Holders,
@@ -138,7 +140,7 @@ impl Core {
             published: Arc::new(Published::new(view)),
             counters: Arc::default(),
             closed: HashMap::new(),
-            version: 0,
+            versions: Versions::default(),
             pinned: [0; 3],
             holders: Holders::default(),
             hand: 1,
@@ -340,14 +342,9 @@ impl Core {
         self.holders.load(node, self.words.lines());
     }
 
-    pub(crate) fn next_version(&mut self) -> u64 {
-        self.version += 2;
-        self.version
-    }
-
     /// Changes a node's record.
     pub(crate) fn change(&mut self, number: u32, change: impl FnOnce(&Record, &Lines)) {
-        let version = self.next_version();
+        let version = self.versions.next();
         if let Some(record) = self.record(number) {
             node::begin_change(record);
             change(record, self.words.lines());
@@ -477,11 +474,11 @@ impl Core {
                     // Something may have been given up for it, and the table be another.
                     if is_first && self.table.is_empty() && self.has_room(size_of::<u32>() as u64) {
                         let old = Arc::clone(self.table.directory());
-                        self.table.start(self.pages.lines(), page);
+                        self.table.start(self.pages.lines(), page, &mut self.versions);
                         self.publish();
                         old.retire();
                     } else if self.table.room(self.pages.lines(), hash, self.pages.taken()) == Room::Page {
-                        self.table.split(self.pages.lines(), hash, page);
+                        self.table.split(self.pages.lines(), hash, page, &mut self.versions);
                     } else {
                         self.pages.give_back(page);
                         victims += 1;
@@ -496,7 +493,7 @@ impl Core {
 
     /// Takes a hash out of the table.
     pub(crate) fn forget(&mut self, hash: BlockHash, seat: Seat) {
-        if let Some(page) = self.table.remove(self.pages.lines(), hash, seat) {
+        if let Some(page) = self.table.remove(self.pages.lines(), hash, seat, &mut self.versions) {
             self.give_back_page(page);
         }
     }
@@ -505,7 +502,7 @@ impl Core {
     fn give_back_page(&mut self, page: u32) {
         let last = self.pages.last(PAGE_ORDER).filter(|last| *last > page && !self.table.is_empty());
         if let Some(last) = last {
-            self.table.move_page(self.pages.lines(), last, page);
+            self.table.move_page(self.pages.lines(), last, page, &mut self.versions);
         }
         self.pages.give_back(last.unwrap_or(page));
         let is_smaller = self.table.shrink(self.pages.lines(), self.pages.taken());
@@ -546,14 +543,8 @@ impl Core {
     /// Count and digest of some places of a node.
     pub(crate) fn sum(&self, number: u32, node: &Node, places: u128) -> TierSum {
         let hashes = self.hashes(number, node);
-        let (mut sum, mut rest) = (TierSum::default(), places);
-        while rest != 0 {
-            if let Some(hash) = hashes.get(rest.trailing_zeros() as usize) {
-                sum.add(BlockHash(hash.load(Ordering::Relaxed)));
-            }
-            rest &= rest - 1;
-        }
-        sum
+        let of_range = |range: std::ops::Range<usize>| hashes.get(range).unwrap_or_default().iter();
+        TierSum::of(ranges(places).flat_map(of_range).map(|hash| BlockHash(hash.load(Ordering::Relaxed))))
     }
 
     /// Notes that a slot holds other places of a node than before.

@@ -17,6 +17,7 @@
 //! digested, so that a ledger's digest still proves the whole, and its source is TRUNCATED. A block behind one that was
 //! given up is given up too, since no look-up reaches it.
 
+mod alone;
 mod arena;
 mod budget;
 mod core;
@@ -36,6 +37,7 @@ mod source;
 mod sources;
 mod store;
 mod table;
+mod versions;
 mod view;
 mod walk;
 

@@ -39,14 +39,8 @@ impl Core {
                 self.set_place(slot, hash, seat);
             }
         }
-        for offset in bits(fresh) {
-            let seat = Seat { node: number, offset };
-            if let Some(hash) = self.hash_in(number, node, offset)
-                && let Some(old) = self.set_place(slot, hash, seat)
-            {
-                self.leave(slot, hash, old);
-            }
-        }
+        let moved = self.set_places(slot, number, node, fresh);
+        moved.into_iter().for_each(|(hash, old)| self.leave(slot, hash, old));
     }
 
     fn hash_in(&self, number: u32, node: &Node, offset: u32) -> Option<BlockHash> {
@@ -56,7 +50,7 @@ impl Core {
 
     /// Takes a block out of a place that is no longer its own.
     #[cold]
-    fn leave(&mut self, slot: u32, hash: BlockHash, old: Seat) {
+    pub(crate) fn leave(&mut self, slot: u32, hash: BlockHash, old: Seat) {
         let Some(node) = self.node(old.node) else { return };
         self.load_holders(&node);
         let own = self.holders.shares(slot).own;

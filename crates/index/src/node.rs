@@ -102,17 +102,22 @@ impl Node {
         }
     }
 
-    /// Writes all but the only hash; the record must be marked as changing.
-    pub(crate) fn store(&self, record: &Record) {
+    /// Writes how many blocks and holders there are; the record must be marked as changing.
+    pub(crate) fn store_shape(&self, record: &Record) {
         let shape = u64::from(self.len)
             | u64::from(self.full) << 8
             | u64::from(self.lanes) << 16
             | u64::from(self.cuts) << 32
             | u64::from(self.holed) << 48;
+        record[SHAPE].store(shape, Ordering::Relaxed);
+    }
+
+    /// Writes all but the only hash; the record must be marked as changing.
+    pub(crate) fn store(&self, record: &Record) {
+        self.store_shape(record);
         let has_parent = if self.parent.is_some() { HAS_PARENT } else { 0 };
         let links =
             u64::from(self.next) | u64::from(self.first_key) << 32 | u64::from(self.tiers & 0xf) << 48 | has_parent;
-        record[SHAPE].store(shape, Ordering::Relaxed);
         record[PIECES].store(u64::from(self.hashes) | u64::from(self.holders) << 32, Ordering::Relaxed);
         record[LINKS].store(links, Ordering::Relaxed);
         record[PARENT].store(self.parent.map_or(0, |hash| hash.0), Ordering::Relaxed);

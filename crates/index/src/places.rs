@@ -9,12 +9,14 @@
 //! its node: who stores that one later finds what he holds behind it. A hash has one entry. So a slot holds a block in one
 //! place at most, and when it is removed there, it is held nowhere.
 
+use std::{ops::Range, sync::atomic::Ordering::Relaxed};
+
 use hashbrown::{HashTable, hash_table::Entry};
 use kvist_blocks::BlockHash;
 
 use crate::{
     core::{Core, MOST_VICTIMS},
-    node,
+    node::{self, Node},
     table::Seat,
 };
 
@@ -29,6 +31,16 @@ pub(crate) fn bits(mut mask: u128) -> impl Iterator<Item = u32> {
         let bit = mask.trailing_zeros();
         mask &= mask.wrapping_sub(1);
         (bit < u128::BITS).then_some(bit)
+    })
+}
+
+/// Positions of the bits of a mask as ranges, which are few where bits stand beside each other.
+pub(crate) fn ranges(mut mask: u128) -> impl Iterator<Item = Range<usize>> {
+    std::iter::from_fn(move || {
+        let from = mask.trailing_zeros();
+        let to = from + mask.checked_shr(from)?.trailing_ones();
+        mask &= u128::MAX.checked_shl(to).unwrap_or(0);
+        Some(from as usize..to as usize)
     })
 }
 
@@ -56,11 +68,7 @@ impl Places {
         buckets as u64 * 5 + 16
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.seats.is_empty()
-    }
-
-    fn has_room(&self, more: usize) -> bool {
+    pub(crate) fn has_room(&self, more: usize) -> bool {
         self.seats.len() + more <= self.seats.capacity()
     }
 
@@ -96,6 +104,20 @@ impl Core {
         // What it holds, it holds once, so this is the place that its map has.
         let is_it = self.hash_at(recent) == Some(hash) && self.holds(recent, slot);
         if is_it { Some(recent) } else { self.place_of(slot, hash) }
+    }
+
+    /// Makes room in a slot's map for all the blocks of a run at once, if nothing has to be given up for them: node by node, the map
+    /// of a source that begins would be made anew again and again.
+    pub(crate) fn reserve_places_ahead(&mut self, slot: u32, more: usize) {
+        let places = &self.slots[slot as usize].places;
+        if places.has_room(more) {
+            return;
+        }
+        let wanted = places.wanted(more);
+        let of_hashes = (more * size_of::<BlockHash>()) as u64;
+        if self.has_room(Places::bytes_for(wanted) + of_hashes * 2) {
+            self.rebuild_places(slot, wanted);
+        }
     }
 
     /// Makes sure that a slot's map has room for so many more places, and keeps it until the end of the change.
@@ -135,29 +157,57 @@ impl Core {
         self.count_bytes();
     }
 
-    /// Enters where a block stands; there has to be room. Another place that it had in this map is returned.
-    pub(crate) fn set_place(&mut self, slot: u32, hash: BlockHash, seat: Seat) -> Option<Seat> {
+    /// Enters where a block stands that has no place yet; there has to be room.
+    pub(crate) fn set_place(&mut self, slot: u32, hash: BlockHash, seat: Seat) {
         let (records, words) = (self.records.lines(), self.words.lines());
-        let hash_at = |seat: &u32| node::hash_at(records, words, Seat::decode(*seat));
-        let seats = &mut self.slots[slot as usize].places.seats;
-        let is_it = |there: &u32| hash_at(there) == Some(hash);
-        match seats.entry(key(hash), is_it, |there| hash_at(there).map_or(0, key)) {
-            Entry::Vacant(entry) => {
-                entry.insert(seat.encode());
-                None
-            }
-            Entry::Occupied(mut entry) => {
-                let old = std::mem::replace(entry.get_mut(), seat.encode());
-                (old != seat.encode()).then(|| Seat::decode(old))
-            }
-        }
+        let key_of = |seat: &u32| node::hash_at(records, words, Seat::decode(*seat)).map_or(0, key);
+        self.slots[slot as usize].places.seats.insert_unique(key(hash), seat.encode(), key_of);
     }
 
-    /// Takes a place out of a slot's map, if it is the one that the block has there.
-    pub(crate) fn drop_place(&mut self, slot: u32, hash: BlockHash, seat: Seat) {
+    /// Enters places of a node; there has to be room. Returned are those of these blocks that had another place.
+    pub(crate) fn set_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) -> Vec<(BlockHash, Seat)> {
+        let mut moved = Vec::new();
+        let (records, words) = (self.records.lines(), self.words.lines());
+        let Some(record) = records.line(number.wrapping_sub(1)) else { return moved };
+        let hashes = node.hashes(record, words);
         let seats = &mut self.slots[slot as usize].places.seats;
-        if let Ok(entry) = seats.find_entry(key(hash), |there| *there == seat.encode()) {
-            entry.remove();
+        let hash_at = |seat: &u32| node::hash_at(records, words, Seat::decode(*seat));
+        for range in ranges(places) {
+            for (offset, hash) in (range.start as u32..).zip(hashes.get(range).unwrap_or_default()) {
+                let hash = BlockHash(hash.load(Relaxed));
+                let seat = Seat { node: number, offset };
+                let is_it = |there: &u32| hash_at(there) == Some(hash);
+                match seats.entry(key(hash), is_it, |there| hash_at(there).map_or(0, key)) {
+                    Entry::Vacant(entry) => {
+                        entry.insert(seat.encode());
+                    }
+                    Entry::Occupied(mut entry) => {
+                        let old = Seat::decode(std::mem::replace(entry.get_mut(), seat.encode()));
+                        if old != seat {
+                            moved.push((hash, old));
+                        }
+                    }
+                }
+            }
+        }
+        moved
+    }
+
+    /// Takes places of a node out of a slot's map, those of them that are in it.
+    pub(crate) fn unset_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) {
+        let seats = &mut self.slots[slot as usize].places.seats;
+        let Some(record) = self.records.lines().line(number.wrapping_sub(1)) else { return };
+        if seats.is_empty() {
+            return;
+        }
+        let hashes = node.hashes(record, self.words.lines());
+        for range in ranges(places) {
+            for (offset, hash) in (range.start as u32..).zip(hashes.get(range).unwrap_or_default()) {
+                let seat = Seat { node: number, offset }.encode();
+                if let Ok(entry) = seats.find_entry(key(BlockHash(hash.load(Relaxed))), |there| *there == seat) {
+                    entry.remove();
+                }
+            }
         }
     }
 
@@ -200,9 +250,12 @@ mod tests {
         }
 
         #[test]
-        fn bits_are_those_of_the_mask(mask in any::<u128>()) {
+        fn bits_are_those_of_the_mask(mask in prop_oneof![Just(0), Just(u128::MAX), any::<u128>()]) {
             prop_assert_eq!(mask, bits(mask).fold(0, |all, bit| all | 1 << bit));
             prop_assert_eq!(mask.count_ones() as usize, bits(mask).count());
+            let of_ranges: Vec<u32> = ranges(mask).flatten().map(|bit| bit as u32).collect();
+            prop_assert_eq!(bits(mask).collect::<Vec<u32>>(), of_ranges);
+            prop_assert_eq!((mask & !(mask << 1)).count_ones() as usize, ranges(mask).count());
         }
     }
 }

@@ -7,9 +7,9 @@ use kvist_blocks::{BlockHash, Tier};
 use crate::{
     arena::NO_LINE,
     core::Core,
-    holders::{Who, ones, tier_of},
+    holders::{Who, ones, span, tier_of},
     node::{self, NODE_BLOCKS, Node},
-    places::{bits, tracked},
+    places::tracked,
     source::SlotUse,
     store::order_for,
     table::Seat,
@@ -28,11 +28,11 @@ impl Core {
     /// Takes blocks out; says how many of them were neither held nor, as far as can be known, given up.
     pub(crate) fn remove_all(&mut self, slot: u32, tier: Tier, hashes: &[BlockHash]) -> u64 {
         let (mut going, mut last, mut unknown) = (Going::default(), None, 0);
-        for hash in hashes {
-            // Blocks that go together mostly stood beside each other.
-            let seat = self.beside(&going, last, *hash).or_else(|| self.recent_place_of(slot, *hash));
-            last = seat;
-            let Some(seat) = seat else {
+        let mut rest = hashes;
+        while let Some((hash, behind)) = rest.split_first() {
+            rest = behind;
+            last = self.recent_place_of(slot, *hash);
+            let Some(seat) = last else {
                 unknown += u64::from(!self.remove_given_up(slot, tier, *hash));
                 continue;
             };
@@ -51,6 +51,8 @@ impl Core {
                 unknown += u64::from(!self.remove_given_up(slot, tier, *hash));
             } else {
                 going.places |= bit;
+                let (along, end) = self.take_along(&mut going, seat, rest);
+                (rest, last) = (&rest[along..], Some(end));
             }
         }
         if let Some(last) = last {
@@ -60,13 +62,24 @@ impl Core {
         unknown
     }
 
-    /// The place before or behind the last one, if it is that of a block and held.
-    fn beside(&self, going: &Going, last: Option<Seat>, hash: BlockHash) -> Option<Seat> {
-        let last = last.filter(|last| last.node == going.node)?;
-        let before = last.offset.checked_sub(1).map(|offset| Seat { offset, ..last });
-        let is_it =
-            |seat: &Seat| going.own.checked_shr(seat.offset).unwrap_or(0) & 1 != 0 && self.hash_at(*seat) == Some(hash);
-        before.filter(is_it).or_else(|| Some(Seat { offset: last.offset + 1, ..last }).filter(is_it))
+    /// Blocks that go together mostly stood beside each other, and the last of them goes first. Says how many follow a place in
+    /// this way, and which is the last place of them.
+    fn take_along(&self, going: &mut Going, seat: Seat, rest: &[BlockHash]) -> (usize, Seat) {
+        let Some(node) = self.node(going.node) else { return (0, seat) };
+        let hashes = self.hashes(going.node, &node);
+        let held = going.own & !going.places;
+        let is_it = |(hash, offset): &(&BlockHash, u32)| {
+            let there = hashes.get(*offset as usize);
+            held >> offset & 1 != 0 && there.is_some_and(|there| there.load(Relaxed) == hash.0)
+        };
+        let before = rest.iter().zip((0..seat.offset).rev()).take_while(is_it).count() as u32;
+        if before > 0 {
+            going.places |= span(seat.offset - before, seat.offset);
+            return (before as usize, Seat { offset: seat.offset - before, ..seat });
+        }
+        let behind = rest.iter().zip(seat.offset + 1..NODE_BLOCKS).take_while(is_it).count() as u32;
+        going.places |= span(seat.offset + 1, seat.offset + 1 + behind);
+        (behind as usize, Seat { offset: seat.offset + behind, ..seat })
     }
 
     fn remove_given_up(&mut self, slot: u32, tier: Tier, hash: BlockHash) -> bool {
@@ -84,16 +97,17 @@ impl Core {
     /// Takes blocks out with their account. False when the rest of the node had to be given up.
     pub(crate) fn take_out_going(&mut self, slot: u32, tier: Tier, going: Going) -> bool {
         let Some(node) = self.node(going.node).filter(|_| going.places != 0) else { return true };
+        if self.cut_alone(slot, tier, going, node) {
+            return true;
+        }
         let sum = self.sum(going.node, &node, going.places);
         let is_scrubbed = self.is_scrubbed(going.node);
         let is_given_up = !self.take_out(going.node, slot, tier, going.places);
         let account = &mut self.slots[slot as usize];
-        account.applied[tier.position()].subtract(&sum);
+        account.leave(tier, &sum, is_scrubbed && !is_given_up);
         if is_given_up {
             account.given_up[tier.position()].subtract(&sum);
             self.note_truncation(slot);
-        } else if is_scrubbed {
-            account.scrubbed[tier.position()].subtract(&sum);
         }
         !is_given_up
     }
@@ -137,7 +151,7 @@ impl Core {
     ) -> bool {
         let new_any = left.into_iter().fold(0, |any, mask| any | mask);
         let (before, after) = (others | old_any, others | new_any);
-        self.leave_places(slot, number, &node, tracked(old_any) & !tracked(new_any));
+        self.unset_places(slot, number, &node, tracked(old_any) & !tracked(new_any));
         let head = self.hashes(number, &node).first().map(|hash| BlockHash(hash.load(Relaxed)));
         let len = NODE_BLOCKS - after.leading_zeros();
         if len > 0 {
@@ -164,21 +178,8 @@ impl Core {
         true
     }
 
-    /// Takes places of a node out of a slot's map.
-    fn leave_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) {
-        if self.slots[slot as usize].places.is_empty() {
-            return;
-        }
-        for offset in bits(places) {
-            let hash = self.hashes(number, node).get(offset as usize).map(|hash| BlockHash(hash.load(Relaxed)));
-            if let Some(hash) = hash {
-                self.drop_place(slot, hash, Seat { node: number, offset });
-            }
-        }
-    }
-
     /// A smaller place for the hashes, if a quarter of it is enough and there is one.
-    fn shrink_hashes(&mut self, number: u32, mut node: Node) {
+    pub(crate) fn shrink_hashes(&mut self, number: u32, mut node: Node) {
         if node.hashes == NO_LINE || node.capacity(|line| self.words.order_of(line)) < node.len * 4 {
             return;
         }
@@ -233,7 +234,7 @@ impl Core {
             let any = of_slot.iter().fold(0, |any, (_, mask)| any | mask);
             let slot = of_slot[0].0.slot();
             self.count_pairs(slot, any, 0);
-            self.leave_places(slot, number, &node, tracked(any));
+            self.unset_places(slot, number, &node, tracked(any));
             self.tidy_places(slot);
         }
         self.count_blocks(present, 0);

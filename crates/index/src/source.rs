@@ -81,6 +81,13 @@ pub(crate) struct TierSum {
 }
 
 impl TierSum {
+    /// Of some blocks.
+    pub(crate) fn of(hashes: impl Iterator<Item = BlockHash>) -> Self {
+        let mut sum = Self::default();
+        hashes.for_each(|hash| sum.add(hash));
+        sum
+    }
+
     pub(crate) fn add(&mut self, hash: BlockHash) {
         self.count += 1;
         self.digest.add(hash);
@@ -165,6 +172,24 @@ impl Slot {
 
     pub(crate) fn given_up_blocks(&self) -> u64 {
         self.given_up.iter().map(|sum| sum.count).sum()
+    }
+
+    /// Enters blocks that are kept from here on, in a node that a scrub has passed or not.
+    pub(crate) fn enter(&mut self, tier: Tier, sum: &TierSum, is_scrubbed: bool) {
+        let tier = tier.position();
+        self.applied[tier] = self.applied[tier].plus(sum);
+        if is_scrubbed {
+            self.scrubbed[tier] = self.scrubbed[tier].plus(sum);
+        }
+    }
+
+    /// Takes kept blocks out of the account.
+    pub(crate) fn leave(&mut self, tier: Tier, sum: &TierSum, is_scrubbed: bool) {
+        let tier = tier.position();
+        self.applied[tier].subtract(sum);
+        if is_scrubbed {
+            self.scrubbed[tier].subtract(sum);
+        }
     }
 }
 

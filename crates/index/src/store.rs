@@ -16,11 +16,11 @@ use crate::{
 type Before = Option<(BlockHash, Option<Seat>)>;
 
 /// What became of the beginning of a run.
-struct Entered {
+pub(crate) struct Entered {
     /// So many blocks.
-    blocks: usize,
+    pub(crate) blocks: usize,
     /// Where the last of them is; none when it was given up.
-    last: Option<Seat>,
+    pub(crate) last: Option<Seat>,
 }
 
 /// Order of a piece for so many words.
@@ -41,12 +41,13 @@ impl Core {
     pub(crate) fn store_part(&mut self, slot: u32, tier: Tier, parent: Option<BlockHash>, hashes: &[BlockHash]) {
         let mut before: Before = parent.map(|parent| (parent, self.recent_place_of(slot, parent)));
         // A block behind one that was given up can not be reached; its place is better used for another.
-        let is_truncated = self.slots[slot as usize].given_up_blocks() > 0;
+        let is_truncated = self.truncated[slot as usize];
         let mut is_reached = !is_truncated
             || match before {
                 None => true,
                 Some((_, seat)) => seat.is_some_and(|seat| self.holds(seat, slot)),
             };
+        self.reserve_places_ahead(slot, hashes.len() + 1);
         let mut at = 0;
         while at < hashes.len() {
             let rest = &hashes[at..];
@@ -165,11 +166,7 @@ impl Core {
     fn account(&mut self, slot: u32, tier: Tier, number: u32, node: &Node, new: u128) {
         let sum = self.sum(number, node, new);
         let is_scrubbed = self.is_scrubbed(number);
-        let account = &mut self.slots[slot as usize];
-        account.applied[tier.position()] = account.applied[tier.position()].plus(&sum);
-        if is_scrubbed {
-            account.scrubbed[tier.position()] = account.scrubbed[tier.position()].plus(&sum);
-        }
+        self.slots[slot as usize].enter(tier, &sum, is_scrubbed);
     }
 
     /// Writes the holders at hand to a node, and whatever else is to change with them. False, and nothing done, when
@@ -218,6 +215,11 @@ impl Core {
     fn append(&mut self, slot: u32, tier: Tier, before: Before, rest: &[BlockHash]) -> Option<Entered> {
         let tail = before.and_then(|(_, seat)| seat).and_then(|seat| Some((seat, self.node(seat.node)?)));
         let tail = tail.filter(|(seat, node)| seat.offset + 1 == node.len && node.len < NODE_BLOCKS);
+        if let Some((last, node)) = tail
+            && let Some(entered) = self.extend_alone(slot, tier, last, node, rest)
+        {
+            return Some(entered);
+        }
         let is_new = tail.is_none();
         let (number, mut node) = match tail {
             Some((seat, node)) => (seat.node, node),

@@ -17,12 +17,15 @@ use std::sync::{
 
 use kvist_blocks::BlockHash;
 
-use crate::arena::{LINE_WORDS, Lines};
+use crate::{
+    arena::{LINE_WORDS, Lines},
+    versions::Versions,
+};
 
 /// Order of a page's piece of memory.
 pub(crate) const PAGE_ORDER: u32 = 3;
 const PAGE_WORDS: usize = 64;
-/// Word with the version: odd while entries move, or while the page is none.
+/// Word with the version: odd while entries move, or while the page is none; else a number like those of nodes, which grow.
 const VERSION: usize = 0;
 /// Word with the way in which the hashes of the page begin: how many bits, and the bits.
 const HEADER: usize = 1;
@@ -198,15 +201,13 @@ fn is_near(page: &Page, tag: Tag, position: usize) -> bool {
     steps <= MOST_STEPS && page[position].load(Ordering::Relaxed) == 0
 }
 
-fn begin(page: &Page) -> u64 {
-    let version = page[VERSION].load(Ordering::Relaxed) | 1;
-    page[VERSION].store(version, Ordering::Relaxed);
+fn begin(page: &Page) {
+    page[VERSION].store(page[VERSION].load(Ordering::Relaxed) | 1, Ordering::Relaxed);
     fence(Ordering::Release);
-    version
 }
 
 fn end(page: &Page, version: u64) {
-    page[VERSION].store(version + 1, Ordering::Release);
+    page[VERSION].store(version, Ordering::Release);
 }
 
 /// Takes all entries out of a page.
@@ -305,11 +306,12 @@ impl Table {
     }
 
     /// Has the first page. The directory has to be published.
-    pub(crate) fn start(&mut self, lines: &Lines, number: u32) {
+    pub(crate) fn start(&mut self, lines: &Lines, number: u32, versions: &mut Versions) {
         if let Some(page) = page_at(lines, number) {
+            begin(page);
             drain(page);
             Header { depth: 0, first: 0 }.store(page);
-            end(page, begin(page));
+            end(page, versions.next());
             self.directory = Directory::new(0, Box::new([AtomicU32::new(number)]));
         }
     }
@@ -319,13 +321,14 @@ impl Table {
     }
 
     /// Makes two pages of the full one that is for a hash.
-    pub(crate) fn split(&mut self, lines: &Lines, hash: BlockHash, number: u32) {
+    pub(crate) fn split(&mut self, lines: &Lines, hash: BlockHash, number: u32, versions: &mut Versions) {
         let tag = Tag::of(hash);
         let (Some(old), Some(new)) = (page_at(lines, self.directory.page(tag)), page_at(lines, number)) else { return };
         let header = Header::load(old);
         let depth = header.depth + 1;
         let [low, high] = [header.first * 2, header.first * 2 + 1];
-        let version = begin(old);
+        begin(old);
+        begin(new);
         drain(new);
         let all = drain(old);
         for place in all {
@@ -334,9 +337,9 @@ impl Table {
         }
         Header { depth, first: low }.store(old);
         Header { depth, first: high }.store(new);
-        end(new, begin(new));
+        end(new, versions.next());
         self.point(depth, high, number);
-        end(old, version);
+        end(old, versions.next());
     }
 
     /// All hashes that begin in some way are in a page.
@@ -368,13 +371,19 @@ impl Table {
     }
 
     /// Takes out the hash that has this seat. A page that is no longer needed is returned, still marked as changing.
-    pub(crate) fn remove(&mut self, lines: &Lines, hash: BlockHash, seat: Seat) -> Option<u32> {
+    pub(crate) fn remove(
+        &mut self,
+        lines: &Lines,
+        hash: BlockHash,
+        seat: Seat,
+        versions: &mut Versions,
+    ) -> Option<u32> {
         let tag = Tag::of(hash);
         let page = page_at(lines, self.directory.page(tag))?;
         let (position, _) = search(page, tag, |there| there == seat).ok()?;
-        let version = begin(page);
+        begin(page);
         remove_at(page, position);
-        end(page, version);
+        end(page, versions.next());
         // Looked at now and then, and when it looks empty.
         let line = position & !(LINE_WORDS - 1);
         let looks_empty =
@@ -391,11 +400,11 @@ impl Table {
                 number
             });
         }
-        self.merge(lines, header)
+        self.merge(lines, header, versions)
     }
 
     /// Makes one page of two that have few entries, if the other half is a page too.
-    fn merge(&mut self, lines: &Lines, header: Header) -> Option<u32> {
+    fn merge(&mut self, lines: &Lines, header: Header, versions: &mut Versions) -> Option<u32> {
         let more = self.directory.depth - header.depth;
         let [low, high] = [header.first & !1, header.first | 1];
         let number = |first: u32| Some(self.directory.pages.get((first as usize) << more)?.load(Ordering::Relaxed));
@@ -406,25 +415,25 @@ impl Table {
         if of_low.depth != of_high.depth || low_number == high_number || entries > MERGED_ENTRIES {
             return None;
         }
-        let version = begin(into);
+        begin(into);
         begin(from);
         drain(from).into_iter().for_each(|place| put(into, place));
         Header { depth: header.depth - 1, first: header.first >> 1 }.store(into);
         self.point(header.depth, high, low_number);
-        end(into, version);
+        end(into, versions.next());
         Some(high_number)
     }
 
     /// Puts a page in the place of one that is no longer needed.
-    pub(crate) fn move_page(&mut self, lines: &Lines, from: u32, to: u32) {
+    pub(crate) fn move_page(&mut self, lines: &Lines, from: u32, to: u32, versions: &mut Versions) {
         let (Some(old), Some(new)) = (page_at(lines, from), page_at(lines, to)) else { return };
         begin(old);
-        let version = begin(new);
+        begin(new);
         old[HEADER..].iter().zip(&new[HEADER..]).for_each(|(old, new)| {
             new.store(old.load(Ordering::Relaxed), Ordering::Relaxed);
         });
         let header = Header::load(new);
-        end(new, version);
+        end(new, versions.next());
         self.point(header.depth, header.first, to);
     }
 
@@ -488,7 +497,7 @@ mod tests {
         fn a_table_is_a_map_of_bounded_size(
             steps in prop::collection::vec((0u8..10, 0u64..900, 1u32..9), 0..3000), removed in 2u8..7,
         ) {
-            let (mut table, mut pages) = (Table::new(), Arena::new(32));
+            let (mut table, mut pages, mut versions) = (Table::new(), Arena::new(32), Versions::default());
             let mut model: BTreeMap<BlockHash, Seat> = BTreeMap::new();
             let mut taken = 0u64;
             for (what, key, node) in steps {
@@ -496,7 +505,7 @@ mod tests {
                 let seat = Seat { node, offset: key as u32 & 127 };
                 if what >= removed {
                     if let Some(old) = model.insert(hash, seat) {
-                        let freed = table.remove(pages.lines(), hash, old);
+                        let freed = table.remove(pages.lines(), hash, old, &mut versions);
                         if let Some(page) = freed {
                             pages.give_back(page);
                             taken -= 1;
@@ -505,7 +514,7 @@ mod tests {
                     {
                         if table.is_empty() {
                             let page = take_page(&mut pages);
-                            table.start(&pages.lines().clone(), page);
+                            table.start(&pages.lines().clone(), page, &mut versions);
                             taken += 1;
                         }
                         prop_assert_eq!(None, table.find(pages.lines(), hash, |_| false));
@@ -515,7 +524,7 @@ mod tests {
                                 Room::Directory(_) => table.grow(),
                                 Room::Page => {
                                     let page = take_page(&mut pages);
-                                    table.split(&pages.lines().clone(), hash, page);
+                                    table.split(&pages.lines().clone(), hash, page, &mut versions);
                                     taken += 1;
                                 }
                                 Room::Never => prop_assert!(false),
@@ -524,7 +533,7 @@ mod tests {
                         prop_assert_eq!(Inserted::Done, table.insert(pages.lines(), hash, seat, |_| false));
                     }
                 } else if let Some(seat) = model.remove(&hash)
-                    && let Some(page) = table.remove(pages.lines(), hash, seat)
+                    && let Some(page) = table.remove(pages.lines(), hash, seat, &mut versions)
                 {
                     pages.give_back(page);
                     taken -= 1;
