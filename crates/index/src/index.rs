@@ -176,20 +176,12 @@ impl Index {
             core.show(position);
             return if is_new { Applied::NewIncarnation } else { Applied::Gap { expected } };
         }
-        core.sources.begin(position);
+        core.sources.begin(position, core.versions.newest());
         let Some(source) = core.sources.at(Some(position)) else { return Applied::OldIncarnation };
         source.next_sequence += 1;
         source.stale = false;
-        let mut slot = source.slot;
-        let mut unknown_removals = 0;
-        for event in &batch.events {
-            match event {
-                Event::Stored { tier, parent, hashes } => core.store_run(slot, *tier, *parent, hashes),
-                Event::Removed { tier, hashes } => unknown_removals += core.remove_all(slot, *tier, hashes),
-                Event::Cleared { tier: None } => slot = core.replace_slot(key),
-                Event::Cleared { tier: Some(tier) } => core.clear_tier(slot, *tier),
-            }
-        }
+        let slot = source.slot;
+        let unknown_removals = core.apply_events(key, slot, &batch.events);
         if let Some(source) = core.sources.at(Some(position)) {
             source.unknown_removals += unknown_removals;
         }
@@ -465,6 +457,22 @@ impl Index {
     }
 }
 
+impl Core {
+    /// Applies events of a source; says how many removals were of blocks that it does not hold.
+    fn apply_events(&mut self, key: &SourceKey, mut slot: u32, events: &[Event]) -> u64 {
+        let mut unknown_removals = 0;
+        for event in events {
+            match event {
+                Event::Stored { tier, parent, hashes } => self.store_run(slot, *tier, *parent, hashes),
+                Event::Removed { tier, hashes } => unknown_removals += self.remove_all(slot, *tier, hashes),
+                Event::Cleared { tier: None } => slot = self.replace_slot(key),
+                Event::Cleared { tier: Some(tier) } => self.clear_tier(slot, *tier),
+            }
+        }
+        unknown_removals
+    }
+}
+
 impl Inner {
     fn drop_sources(&mut self, which: impl Fn(&SourceKey, Incarnation) -> bool) {
         self.core.drop_sources(&which);
@@ -500,7 +508,7 @@ impl Index {
         let core = &mut inner.core;
         let position = key.and_then(|key| core.sources.position(key));
         if let Some(position) = position {
-            core.sources.begin(position);
+            core.sources.begin(position, core.versions.newest());
         }
         let slots = 0..core.slots.len() as u32;
         let node =
@@ -515,6 +523,20 @@ impl Index {
         if let Some(position) = position {
             core.end(position);
         }
+        result
+    }
+
+    /// Applies the next batch of a source, and runs something when all of it is applied and nothing of that is said yet.
+    pub(crate) fn while_applying<T>(&self, key: &SourceKey, events: &[Event], run: impl FnOnce() -> T) -> T {
+        let core = &mut self.write().core;
+        let position = core.sources.position(key).unwrap();
+        core.sources.begin(position, core.versions.newest());
+        let source = core.sources.at(Some(position)).unwrap();
+        source.next_sequence += 1;
+        let slot = source.slot;
+        core.apply_events(key, slot, events);
+        let result = run();
+        core.end(position);
         result
     }
 

@@ -38,7 +38,7 @@ impl Index {
             let mut walk = Walk::new();
             walk.go(&view, prompt);
             fence(Ordering::Acquire);
-            let Some(mut seen) = seen(&view.sources, tries == 0) else { continue };
+            let Some(mut seen) = seen(&view.sources, walk.newest(), tries == 0) else { continue };
             let spoiled_at = walk.spoiled_at(&view);
             fence(Ordering::Acquire);
             let spoiled_at = if self.published.is_current(&view) { spoiled_at } else { Some(0) };
@@ -60,12 +60,12 @@ impl Index {
 }
 
 /// What the sources say of themselves. None when the list of sources is an old one, unless it has to do.
-fn seen(sources: &SourceList, is_last_try: bool) -> Option<Vec<Seen>> {
+fn seen(sources: &SourceList, newest_met: u64, is_last_try: bool) -> Option<Vec<Seen>> {
     let mut pauses = PAUSES;
     let mut is_retired = false;
-    let read = |cell: &Cell| match cell.read() {
+    let read = |cell: &Cell| match cell.read(newest_met) {
         Ok(seen) => seen,
-        Err(unread) => read_again(cell, unread, &mut pauses).unwrap_or_else(|unread| {
+        Err(unread) => read_again(cell, newest_met, unread, &mut pauses).unwrap_or_else(|unread| {
             is_retired |= matches!(unread, Unread::Retired(_));
             let (Unread::Busy(incarnation) | Unread::Retired(incarnation)) = unread;
             Seen::unknown(incarnation)
@@ -77,11 +77,11 @@ fn seen(sources: &SourceList, is_last_try: bool) -> Option<Vec<Seen>> {
 
 /// Gives a batch a little time to end.
 #[cold]
-fn read_again(cell: &Cell, mut unread: Unread, pauses: &mut usize) -> Result<Seen, Unread> {
+fn read_again(cell: &Cell, newest_met: u64, mut unread: Unread, pauses: &mut usize) -> Result<Seen, Unread> {
     while *pauses > 0 && matches!(unread, Unread::Busy(_)) {
         *pauses -= 1;
         std::hint::spin_loop();
-        match cell.read() {
+        match cell.read(newest_met) {
             Ok(seen) => return Ok(seen),
             Err(other) => unread = other,
         }

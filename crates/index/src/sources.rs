@@ -10,10 +10,12 @@ use kvist_blocks::{Incarnation, SourceKey};
 
 use crate::source::{Source, SourceState};
 
-/// A batch is being applied.
-const BUSY: u64 = 1;
-/// Another list has taken the place of the one with this cell; always with [`BUSY`].
+/// The words of the cell change.
+const CHANGING: u64 = 1;
+/// Another list has taken the place of the one with this cell; always with [`CHANGING`].
 const RETIRED: u64 = 1 << 1;
+/// A batch is being applied; the cell says what was true before it.
+const APPLYING: u64 = 1 << 6;
 const STALE: u64 = 1 << 2;
 const CATCHING_UP: u64 = 1 << 3;
 const INCOMPLETE: u64 = 1 << 4;
@@ -30,6 +32,8 @@ pub(crate) struct Cell {
     state: AtomicU64,
     incarnation: AtomicU64,
     next_sequence: AtomicU64,
+    /// The newest version of anything before the batch that is being applied.
+    before_batch: AtomicU64,
 }
 
 /// A source as a look-up found it.
@@ -76,39 +80,54 @@ pub(crate) enum Unread {
 }
 
 impl Cell {
+    /// What the source says of itself to who has walked through states up to a version. A batch that is being applied does not
+    /// matter as long as the walk has met nothing that it has changed: what the walk found was true before the batch.
     #[inline]
-    pub(crate) fn read(&self) -> Result<Seen, Unread> {
+    pub(crate) fn read(&self, newest_met: u64) -> Result<Seen, Unread> {
         let before = self.state.load(Ordering::Acquire);
         let incarnation = Incarnation(self.incarnation.load(Ordering::Relaxed));
         let next_sequence = self.next_sequence.load(Ordering::Relaxed);
+        let before_batch = self.before_batch.load(Ordering::Relaxed);
         fence(Ordering::Acquire);
-        if before & RETIRED != 0 {
-            return Err(Unread::Retired(incarnation));
+        if before & (CHANGING | APPLYING) != 0 {
+            if before & RETIRED != 0 {
+                return Err(Unread::Retired(incarnation));
+            }
+            if before & CHANGING != 0 || newest_met > before_batch {
+                return Err(Unread::Busy(incarnation));
+            }
         }
-        if before & BUSY != 0 || self.state.load(Ordering::Relaxed) != before {
+        if self.state.load(Ordering::Relaxed) != before {
             return Err(Unread::Busy(incarnation));
         }
         Ok(Seen { state: before, incarnation, next_sequence })
     }
 
-    fn begin(&self) {
-        self.state.store(self.state.load(Ordering::Relaxed) | BUSY, Ordering::Relaxed);
+    /// A batch is being applied from here on.
+    fn begin(&self, newest: u64) {
+        // Not before the state of the last batch.
+        fence(Ordering::Release);
+        self.before_batch.store(newest, Ordering::Relaxed);
+        // Who sees this sees all that is not newer, and who sees a change of the batch sees this.
+        self.state.store(self.state.load(Ordering::Relaxed) | APPLYING, Ordering::Release);
         fence(Ordering::Release);
     }
 
-    fn write(&self, source: &Source, is_truncated: bool, stays_busy: bool) {
-        self.begin();
+    /// Shows a source as it is now.
+    fn write(&self, source: &Source, is_truncated: bool) {
+        let old = self.state.load(Ordering::Relaxed);
+        self.state.store(old | CHANGING, Ordering::Relaxed);
+        fence(Ordering::Release);
         self.incarnation.store(source.incarnation.0, Ordering::Relaxed);
         self.next_sequence.store(source.next_sequence, Ordering::Relaxed);
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
-        let count = (self.state.load(Ordering::Relaxed) >> COUNT_SHIFT).wrapping_add(1) << COUNT_SHIFT;
+        let count = (old >> COUNT_SHIFT).wrapping_add(1) << COUNT_SHIFT;
         let state = count
             | u64::from(source.slot) << SLOT_SHIFT
             | flag(source.stale, STALE)
             | flag(source.catching_up, CATCHING_UP)
             | flag(!source.complete, INCOMPLETE)
-            | flag(is_truncated, TRUNCATED)
-            | flag(stays_busy, BUSY);
+            | flag(is_truncated, TRUNCATED);
         self.state.store(state, Ordering::Release);
     }
 }
@@ -143,13 +162,13 @@ pub(crate) struct Sources {
     sources: Vec<Source>,
     positions: HashMap<SourceKey, usize>,
     /// The one whose batch is being applied.
-    busy: Option<usize>,
+    applying: Option<usize>,
 }
 
 impl Default for Sources {
     fn default() -> Self {
         let list = SourceList { keys: Arc::new([]), cells: Box::default() };
-        Self { list: Arc::new(list), sources: Vec::new(), positions: HashMap::new(), busy: None }
+        Self { list: Arc::new(list), sources: Vec::new(), positions: HashMap::new(), applying: None }
     }
 }
 
@@ -175,21 +194,23 @@ impl Sources {
         self.list.keys.iter().zip(&self.sources)
     }
 
-    /// What look-ups see of a source is unknown until [`Sources::end`].
-    pub(crate) fn begin(&mut self, position: usize) {
-        self.list.cells[position].begin();
-        self.busy = Some(position);
+    /// Look-ups see a source as it was before this until [`Sources::end`]. No version is newer yet than the one that is given.
+    pub(crate) fn begin(&mut self, position: usize, newest: u64) {
+        self.list.cells[position].begin(newest);
+        self.applying = Some(position);
     }
 
     /// Shows a source as it is now.
     pub(crate) fn end(&mut self, position: usize, is_truncated: bool) {
-        self.busy = None;
+        self.applying = None;
         self.show(position, is_truncated);
     }
 
-    /// Shows a source as it is now, unless its batch is being applied.
+    /// Shows a source as it is now, or when its batch is applied.
     pub(crate) fn show(&self, position: usize, is_truncated: bool) {
-        self.list.cells[position].write(&self.sources[position], is_truncated, self.busy == Some(position));
+        if self.applying != Some(position) {
+            self.list.cells[position].write(&self.sources[position], is_truncated);
+        }
     }
 
     /// Adds a source that is not there. The list before it has to be retired when this one is published.
@@ -219,13 +240,13 @@ impl Sources {
 
     /// Says that a list is no longer the one: who reads it has to look for the new one.
     pub(crate) fn retire(list: &SourceList) {
-        list.cells.iter().for_each(|cell| cell.state.store(BUSY | RETIRED, Ordering::Release));
+        list.cells.iter().for_each(|cell| cell.state.store(CHANGING | RETIRED, Ordering::Release));
     }
 
     /// The cells of the new list say nothing yet.
     fn relist(&mut self, keys: Arc<[SourceKey]>) -> Arc<SourceList> {
         // Of few sizes, so that an allocator can use again what was a list before.
-        let cell = |_| Cell { state: AtomicU64::new(BUSY), ..Cell::default() };
+        let cell = |_| Cell { state: AtomicU64::new(CHANGING), ..Cell::default() };
         let cells = (0..keys.len().next_power_of_two()).map(cell).collect();
         self.positions.clear();
         self.positions.extend(keys.iter().cloned().zip(0..));

@@ -15,4 +15,9 @@ impl Versions {
         self.newest += 2;
         self.newest
     }
+
+    /// The one that was given out last.
+    pub(crate) fn newest(&self) -> u64 {
+        self.newest
+    }
 }

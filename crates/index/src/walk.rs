@@ -34,6 +34,8 @@ pub(crate) struct Walk {
     end: End,
     /// Nodes: number, version, and how many blocks of the prompt lie before.
     nodes: Vec<(u32, u64, u32)>,
+    /// The newest version of all that the walk has met.
+    newest: u64,
     tiers: [Reach; 4],
     /// In any tier; unused while all that was seen is of one tier.
     any: Reach,
@@ -165,6 +167,7 @@ impl Walk {
             depth: 0,
             end: End::Known,
             nodes: Vec::with_capacity(64),
+            newest: 0,
             tiers: Default::default(),
             any: Reach::default(),
             seen: 0,
@@ -220,6 +223,16 @@ impl Walk {
         }
     }
 
+    /// The newest version of all that the walk has met: nothing that has changed since would have been met as it was.
+    pub(crate) fn newest(&self) -> u64 {
+        match self.end {
+            End::Known => self.newest,
+            // Without pages there are no versions.
+            End::Absent { page: u32::MAX, .. } | End::Changing => u64::MAX,
+            End::Absent { version, .. } => self.newest.max(version),
+        }
+    }
+
     /// The first depth of which the walk is no longer true; none when all of it still is.
     pub(crate) fn spoiled_at(&self, view: &View) -> Option<u32> {
         fence(Ordering::Acquire);
@@ -255,7 +268,7 @@ impl Walk {
         let node = Node::load(record);
         let is_it = version & 1 == 0 && hash_at(&node, record, view, 0) == Some(hash);
         is_it.then(|| {
-            self.nodes.push((hint, version, self.depth));
+            self.note(hint, version);
             (seat, record, node)
         })
     }
@@ -280,7 +293,7 @@ impl Walk {
             is_it
         });
         if let Some((seat, record, node, version)) = here {
-            self.nodes.push((seat.node, version, self.depth));
+            self.note(seat.node, version);
             return Some((seat, record, node));
         }
         self.end = match found {
@@ -288,6 +301,11 @@ impl Walk {
             _ => End::Changing,
         };
         None
+    }
+
+    fn note(&mut self, node: u32, version: u64) {
+        self.nodes.push((node, version, self.depth));
+        self.newest = self.newest.max(version);
     }
 
     fn is_over(&self) -> bool {

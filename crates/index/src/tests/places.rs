@@ -30,16 +30,16 @@ fn check_places(core: &mut Core) {
 
 /// A piece of a prompt of one of three branches, which begin at some block of the trunk.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
-    worker: usize,
+pub(super) struct Piece {
+    pub(super) worker: usize,
     branch: u64,
     fork: usize,
-    from: usize,
-    blocks: usize,
-    what: u8,
+    pub(super) from: usize,
+    pub(super) blocks: usize,
+    pub(super) what: u8,
 }
 
-fn pieces(workers: usize) -> impl Strategy<Value = Vec<Piece>> {
+pub(super) fn pieces(workers: usize) -> impl Strategy<Value = Vec<Piece>> {
     let fork = prop_oneof![Just(0usize), Just(3), Just(40), Just(130), 0usize..200];
     let piece = (0..workers, 0u64..3, fork, 0usize..260, prop_oneof![1usize..6, 1usize..150], 0u8..12);
     let piece =
@@ -48,7 +48,7 @@ fn pieces(workers: usize) -> impl Strategy<Value = Vec<Piece>> {
 }
 
 impl Piece {
-    fn prompt(&self) -> Vec<BlockHash> {
+    pub(super) fn prompt(&self) -> Vec<BlockHash> {
         let contents: Vec<u64> = (0..270).map(|at| if at < self.fork { 0 } else { self.branch }).collect();
         chain(&contents)
     }

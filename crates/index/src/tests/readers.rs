@@ -239,15 +239,75 @@ fn a_look_up_passes_a_writer_that_stands_still() {
     let (exact, unknown) = (SourceState::Exact, (SourceState::CatchingUp, 0));
     let all = vec![(exact, 200), (exact, 220), (exact, 240), (exact, 260)];
     assert_eq!(all, look_up(&prompts[0]));
-    // A source in the middle of a batch: all is known of the others.
-    let seen = index.while_stopped(Some(&key(1)), None, || look_up(&prompts[0]));
-    assert_eq!(vec![all[0], unknown, all[2], all[3]], seen);
+    // A source in the middle of a batch that has not come to the prompt yet: it is known as it was before.
+    assert_eq!(all, index.while_stopped(Some(&key(1)), None, || look_up(&prompts[0])));
     // A node too: what ends before it is known, and so is all of another prompt.
     let (first, second) =
         index.while_stopped(Some(&key(1)), Some(prompts[0][210]), || (look_up(&prompts[0]), look_up(&prompts[1])));
     assert_eq!(vec![unknown; 4], first);
-    assert_eq!(vec![all[0], unknown, all[2], all[3]], second);
+    assert_eq!(all, second);
+    // A batch that has changed the prompt already: all is known of the others.
+    let gone = [Event::Removed { tier: Tier::Device, hashes: vec![prompts[0][219]] }];
+    let (first, second) = index.while_applying(&key(1), &gone, || (look_up(&prompts[0]), look_up(&prompts[1])));
+    assert_eq!(vec![all[0], unknown, all[2], all[3]], first);
+    assert_eq!(all, second);
+    let all_but_one = vec![all[0], (exact, 219), all[2], all[3]];
+    assert_eq!(all_but_one, look_up(&prompts[0]));
     let short = index.while_stopped(None, Some(prompts[0][210]), || look_up(&prompts[0][..100]));
     assert_eq!(vec![(exact, 100); 4], short);
-    assert_eq!(all, look_up(&prompts[0]));
+    assert_eq!(all_but_one, look_up(&prompts[0]));
+}
+
+proptest! {
+    #![proptest_config(cases(200))]
+
+    /// Whatever a batch does, who looks in the middle of it sees its source as it was before or not at all, and the others as they are.
+    #[test]
+    fn in_the_middle_of_a_batch_all_is_as_before_or_unknown(
+        pieces in places::pieces(3), byte_budget in prop_oneof![3 => Just(1u64 << 30), 1 => 3_000..60_000u64],
+    ) {
+        let index = Index::new(IndexSettings { byte_budget });
+        for worker in 0..3 {
+            index.apply_batch(&key(worker), Incarnation(1), &stored(0, &[]), 1);
+        }
+        for (step, piece) in pieces.iter().enumerate() {
+            let prompt = piece.prompt();
+            let (from, to) = (piece.from.min(prompt.len() - 1), (piece.from + piece.blocks).min(prompt.len()));
+            let tier = if piece.what % 4 == 3 { Tier::Host } else { Tier::Device };
+            let events = match piece.what {
+                0..7 => {
+                    let parent = from.checked_sub(1).map(|before| prompt[before]);
+                    vec![Event::Stored { tier, parent, hashes: prompt[from..to].to_vec() }]
+                }
+                7..10 => vec![Event::Removed { tier, hashes: prompt[from..to].iter().rev().copied().collect() }],
+                10 => vec![Event::Cleared { tier: (step % 2 == 0).then_some(tier) }],
+                // There and gone again: what no state before or after the batch had.
+                _ => vec![
+                    Event::Stored { tier, parent: None, hashes: prompt[..to].to_vec() },
+                    Event::Removed { tier, hashes: prompt[to / 2..to].to_vec() },
+                ],
+            };
+            let asked: Vec<Vec<BlockHash>> =
+                [&pieces[0], piece, &pieces[step / 2]].map(|piece| piece.prompt()).into_iter().collect();
+            let look = || -> Vec<Vec<Overlap>> {
+                asked.iter().map(|prompt| index.lookup(prompt).iter().map(|(_, one)| one).collect()).collect()
+            };
+            let before = look();
+            let during = index.while_applying(&key(piece.worker), &events, look);
+            let both = before.iter().flatten().zip(during.iter().flatten());
+            for (worker, (before, during)) in (0..3).cycle().zip(both) {
+                let is_unknown = during.state == SourceState::CatchingUp
+                    && (during.applied_sequence, during.matched_blocks) == (None, 0);
+                let is_same = during == before;
+                // What is given up for a batch is so at once, and its source says so.
+                let is_less = during.state == SourceState::Truncated
+                    && during.applied_sequence == before.applied_sequence
+                    && during.matched_blocks <= before.matched_blocks;
+                prop_assert!(
+                    is_same || (worker == piece.worker && is_unknown) || (byte_budget < 1 << 30 && is_less),
+                    "worker {worker}, {before:?}, {during:?}"
+                );
+            }
+        }
+    }
 }
