@@ -14,7 +14,6 @@ use crate::{
     node::{NODE_BLOCKS, Node},
     remove::Going,
     source::TierSum,
-    store::Entered,
     table::Seat,
 };
 
@@ -30,43 +29,39 @@ impl Node {
 }
 
 impl Core {
-    /// Takes in blocks behind the last of a node that the slot holds alone, as many as may stand in it. None, and nothing done,
-    /// when it is not such a node, or when there is not yet room for them.
-    pub(crate) fn extend_alone(
-        &mut self,
-        slot: u32,
-        tier: Tier,
-        last: Seat,
-        mut node: Node,
-        rest: &[BlockHash],
-    ) -> Option<Entered> {
+    /// Takes in a run behind the last block of a node that the slot holds alone, and says where its last block stands. None, and
+    /// nothing done, when it is not such a node, when the run does not fit into what it has, or when others begin with the run.
+    pub(crate) fn extend_alone(&mut self, slot: u32, tier: Tier, last: Seat, hashes: &[BlockHash]) -> Option<Seat> {
+        let mut node = self.node(last.node)?;
         let start = node.len;
-        if last.offset + 1 != start || !node.is_all_of(Who::new(slot, tier.position())) {
+        let end = start as usize + hashes.len();
+        let is_end = last.offset + 1 == start && node.is_all_of(Who::new(slot, tier.position()));
+        let has_room = is_end
+            && end <= (NODE_BLOCKS.min(node.capacity(|line| self.words.order_of(line)))) as usize
+            && self.slots[slot as usize].places.has_room(hashes.len());
+        if !has_room || self.find_head(*hashes.first()?).is_some() {
             return None;
         }
-        let blocks = rest.len().min((NODE_BLOCKS - start) as usize);
-        let end = start + blocks as u32;
-        let capacity = node.capacity(|line| self.words.order_of(line));
-        if end > capacity || !self.slots[slot as usize].places.has_room(blocks) {
-            return None;
-        }
-        let rest = &rest[..blocks];
         // Behind those that readers know, so this is no change yet.
-        let words = self.words.lines().words(node.hashes, end as usize);
-        words.get(start as usize..)?.iter().zip(rest).for_each(|(word, hash)| word.store(hash.0, Relaxed));
+        let words = self.words.lines().words(node.hashes, end);
+        words.get(start as usize..)?.iter().zip(hashes).for_each(|(word, hash)| word.store(hash.0, Relaxed));
+        let end = end as u32;
         (node.len, node.full) = (end, end);
         self.visits += 1;
         self.change(last.node, |record, _| node.store_shape(record));
 
         let account = &mut self.slots[slot as usize];
-        account.pairs += blocks as u64;
-        let sum = TierSum::of(rest.iter().copied());
+        account.pairs += hashes.len() as u64;
+        let sum = TierSum::of(hashes.iter().copied());
         account.enter(tier, &sum, self.scrub_end > last.node);
-        Counters::add(&self.counters.holders, blocks as u64, 0);
-        Counters::add(&self.counters.blocks, blocks as u64, 0);
+        Counters::add(&self.counters.holders, sum.count, 0);
+        Counters::add(&self.counters.blocks, sum.count, 0);
+        // What has to give up its place may need room.
+        self.pinned[0] = last.node;
         let moved = self.set_places(slot, last.node, &node, span(start, end));
         moved.into_iter().for_each(|(hash, old)| self.leave(slot, hash, old));
-        Some(Entered { blocks, last: Some(Seat { offset: end - 1, ..last }) })
+        self.pinned[0] = 0;
+        Some(Seat { offset: end - 1, ..last })
     }
 
     /// Takes the end of a node out that the slot holds alone, with its account. False, and nothing done, when it is not such a

@@ -334,7 +334,13 @@ impl Core {
 
     /// Whether a slot holds a block in any tier.
     pub(crate) fn holds(&self, seat: Seat, slot: u32) -> bool {
-        self.own(seat.node, slot).into_iter().any(|places| places >> seat.offset & 1 != 0)
+        let Some(node) = self.node(seat.node) else { return false };
+        match Entries::of(&node, self.words.lines()) {
+            // Mostly the record has all there is.
+            Some(entries) if entries.are_in_record() => node.is_first_lane_of(slot) && seat.offset < node.full,
+            Some(entries) => entries.own(slot).into_iter().any(|places| places >> seat.offset & 1 != 0),
+            None => false,
+        }
     }
 
     pub(crate) fn load_holders(&mut self, node: &Node) {

@@ -114,18 +114,21 @@ impl<'a> Entries<'a> {
         })
     }
 
+    /// Whether the record has all there is, as mostly.
+    pub(crate) fn are_in_record(&self) -> bool {
+        self.words.is_empty()
+    }
+
     /// What a slot holds, by tier.
     pub(crate) fn own(&self, slot: u32) -> [u128; 4] {
         let mut own = [0; 4];
-        let bit = 1 << (slot % 64);
-        // Mostly the record has all there is.
-        if self.words.is_empty() {
-            let key = LaneKey(self.node.first_key);
-            if self.node.lanes > 0 && key.word() as u32 == slot / 64 && self.node.first_mask & bit != 0 {
-                own[key.tier()] = ones(self.node.full);
+        if self.are_in_record() {
+            if self.node.is_first_lane_of(slot) {
+                own[LaneKey(self.node.first_key).tier()] = ones(self.node.full);
             }
             return own;
         }
+        let bit = 1 << (slot % 64);
         for (key, mask) in self.lanes() {
             if key.word() as u32 == slot / 64 && mask & bit != 0 {
                 own[key.tier()] = ones(self.node.full);
@@ -149,6 +152,14 @@ impl<'a> Entries<'a> {
 
     fn more_lanes(&self) -> usize {
         self.node.lanes.saturating_sub(1) as usize * 2
+    }
+}
+
+impl Node {
+    /// Whether a slot is in the first lane.
+    pub(crate) fn is_first_lane_of(&self, slot: u32) -> bool {
+        let word = LaneKey(self.first_key).word() as u32;
+        self.lanes > 0 && word == slot / 64 && self.first_mask >> (slot % 64) & 1 != 0
     }
 }
 

@@ -20,6 +20,10 @@ use crate::{
     table::Seat,
 };
 
+/// A map of so many bytes is kept when it is empty, if so little of the budget.
+const MOST_SMALL_BYTES: u64 = 2 << 10;
+const SMALL_BUDGET_SHIFT: u32 = 20;
+
 /// Places that the map of a slot has of a node of which it holds some.
 pub(crate) fn tracked(held: u128) -> u128 {
     held | held >> 1
@@ -218,7 +222,9 @@ impl Core {
         }
         let places = &self.slots[slot as usize].places;
         let wanted = places.wanted(0);
-        if places.seats.is_empty() {
+        if places.bytes() <= (self.byte_budget >> SMALL_BUDGET_SHIFT).min(MOST_SMALL_BYTES) {
+            // It would soon be made again.
+        } else if places.seats.is_empty() {
             self.drop_places(slot);
         } else if places.is_sparse() && self.has_room(Places::bytes_for(wanted)) {
             self.rebuild_places(slot, wanted);

@@ -16,11 +16,11 @@ use crate::{
 type Before = Option<(BlockHash, Option<Seat>)>;
 
 /// What became of the beginning of a run.
-pub(crate) struct Entered {
+struct Entered {
     /// So many blocks.
-    pub(crate) blocks: usize,
+    blocks: usize,
     /// Where the last of them is; none when it was given up.
-    pub(crate) last: Option<Seat>,
+    last: Option<Seat>,
 }
 
 /// Order of a piece for so many words.
@@ -40,6 +40,12 @@ impl Core {
     /// Takes in blocks and notes what else has to follow them.
     pub(crate) fn store_part(&mut self, slot: u32, tier: Tier, parent: Option<BlockHash>, hashes: &[BlockHash]) {
         let mut before: Before = parent.map(|parent| (parent, self.recent_place_of(slot, parent)));
+        if let Some((_, Some(seat))) = before
+            && let Some(last) = self.extend_alone(slot, tier, seat, hashes)
+        {
+            self.slots[slot as usize].recent = last;
+            return;
+        }
         // A block behind one that was given up can not be reached; its place is better used for another.
         let is_truncated = self.truncated[slot as usize];
         let mut is_reached = !is_truncated
@@ -215,11 +221,6 @@ impl Core {
     fn append(&mut self, slot: u32, tier: Tier, before: Before, rest: &[BlockHash]) -> Option<Entered> {
         let tail = before.and_then(|(_, seat)| seat).and_then(|seat| Some((seat, self.node(seat.node)?)));
         let tail = tail.filter(|(seat, node)| seat.offset + 1 == node.len && node.len < NODE_BLOCKS);
-        if let Some((last, node)) = tail
-            && let Some(entered) = self.extend_alone(slot, tier, last, node, rest)
-        {
-            return Some(entered);
-        }
         let is_new = tail.is_none();
         let (number, mut node) = match tail {
             Some((seat, node)) => (seat.node, node),

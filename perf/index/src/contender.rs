@@ -1,6 +1,10 @@
 //! What is measured: one interface for the index and for those of peers.
 
-use std::ops::Range;
+use std::{
+    cell::RefCell,
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use kvist_blocks::{Batch, BlockHash, Event, HashSeed, Incarnation, Namespace, Rank, SourceKey, Tier, block_hashes};
 use kvist_index::{Index, IndexSettings};
@@ -18,6 +22,9 @@ pub trait Contender: Sync + Send {
     const IS_OWN: bool = false;
 
     fn new(sources: usize) -> Self;
+
+    /// Makes all sources known, where [`Contender::new`] has not. What that costs counts as memory, not as time.
+    fn open(&self) {}
 
     /// A prompt from the contents of its blocks.
     fn prompt(contents: &[u64]) -> Self::Prompt;
@@ -38,11 +45,15 @@ pub trait Contender: Sync + Send {
     fn hash(tokens: &[u32]) -> Self::Prompt;
 }
 
+thread_local! {
+    static BATCH: RefCell<Batch> = const { RefCell::new(Batch { sequence: 0, recorded_at_unix_nanos: 0, events: Vec::new() }) };
+}
+
 /// This project's index.
 pub struct Kvist {
     pub index: Index,
     keys: Vec<SourceKey>,
-    sequences: Vec<std::sync::atomic::AtomicU64>,
+    sequences: Vec<AtomicU64>,
 }
 
 impl Kvist {
@@ -50,10 +61,14 @@ impl Kvist {
         &self.keys[source]
     }
 
-    fn apply(&self, source: usize, event: Event) {
-        let sequence = self.sequences[source].fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let batch = Batch { sequence, recorded_at_unix_nanos: 0, events: vec![event] };
-        self.index.apply_batch(&self.keys[source], Incarnation(1), &batch, 1);
+    /// One batch after the other is made in the same memory, so that an event costs one allocation, that of its hashes, as with peers.
+    fn apply(&self, source: usize, event: Option<Event>) {
+        BATCH.with_borrow_mut(|batch| {
+            batch.sequence = self.sequences[source].fetch_add(1, Ordering::Relaxed);
+            batch.events.clear();
+            batch.events.extend(event);
+            self.index.apply_batch(&self.keys[source], Incarnation(1), batch, 1);
+        });
     }
 }
 
@@ -68,8 +83,12 @@ impl Contender for Kvist {
         Self {
             index: Index::new(IndexSettings { byte_budget: 16 << 30 }),
             keys: (0..sources).map(key).collect(),
-            sequences: (0..sources).map(|_| Default::default()).collect(),
+            sequences: (0..sources).map(|_| AtomicU64::new(0)).collect(),
         }
+    }
+
+    fn open(&self) {
+        (0..self.keys.len()).for_each(|source| self.apply(source, None));
     }
 
     fn prompt(contents: &[u64]) -> Self::Prompt {
@@ -83,12 +102,13 @@ impl Contender for Kvist {
 
     fn store(&self, source: usize, prompt: &Self::Prompt, blocks: Range<usize>) {
         let parent = blocks.start.checked_sub(1).map(|before| prompt[before]);
-        self.apply(source, Event::Stored { tier: Tier::Device, parent, hashes: prompt[blocks].to_vec() });
+        let hashes = prompt[blocks].to_vec();
+        self.apply(source, Some(Event::Stored { tier: Tier::Device, parent, hashes }));
     }
 
     fn remove(&self, source: usize, prompt: &Self::Prompt, blocks: Range<usize>) {
         let hashes = prompt[blocks].iter().rev().copied().collect();
-        self.apply(source, Event::Removed { tier: Tier::Device, hashes });
+        self.apply(source, Some(Event::Removed { tier: Tier::Device, hashes }));
     }
 
     fn lookup(&self, prompt: &Self::Prompt) -> u64 {

@@ -160,6 +160,7 @@ fn while_busy<C: Contender, T>(contender: &C, events: &mut Events<C>, run: impl 
 /// Each source holds a beginning of each prompt, from half of it to all of it, and other blocks besides.
 fn filled<C: Contender>(scale: Scale, blocks: usize, sources: usize) -> (C, Vec<C::Prompt>) {
     let contender = C::new(sources);
+    contender.open();
     let held = blocks * sources * 3 / 4;
     let prompts = (scale.most_memberships / held.max(1)).clamp(1, 16);
     let prompts: Vec<C::Prompt> = (0..prompts).map(|seed| C::prompt(&load::contents(seed as u64, blocks))).collect();
@@ -231,6 +232,7 @@ pub fn hashing<C: Contender>(scale: Scale) -> Value {
 pub fn apply<C: Contender>(scale: Scale) -> Value {
     let rates = |blocks_of_event: usize| {
         let contender = C::new(1000);
+        contender.open();
         let mut events = Events::<C>::new(1000, blocks_of_event);
         (0..scale.events).for_each(|_| events.apply_next(&contender));
         contender.settle();
@@ -257,6 +259,7 @@ fn replay_once<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
     const THREADS: usize = 2;
     let prompts: Vec<C::Prompt> = trace.prompts.iter().map(|contents| C::prompt(contents)).collect();
     let contender = C::new(steps.len());
+    contender.open();
     let (contender, prompts) = (&contender, &prompts);
     let (started, cpu) = (Instant::now(), facts::cpu_seconds());
     let results: Vec<(Vec<u64>, usize)> = thread::scope(|scope| {
