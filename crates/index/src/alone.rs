@@ -9,9 +9,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use kvist_blocks::{BlockHash, Tier};
 
 use crate::{
+    arena::NO_LINE,
     core::{Core, Counters},
     holders::{Who, span},
-    node::{NODE_BLOCKS, Node},
+    node::{NODE_BLOCKS, Node, copy_hashes, order_for},
     remove::Going,
     source::TierSum,
     table::Seat,
@@ -19,7 +20,7 @@ use crate::{
 
 impl Node {
     /// Whether somebody holds all of it, and nobody else anything.
-    fn is_all_of(&self, who: Who) -> bool {
+    pub(crate) fn is_all_of(&self, who: Who) -> bool {
         self.lanes == 1
             && self.cuts | self.holed == 0
             && self.full == self.len
@@ -33,22 +34,30 @@ impl Core {
     /// nothing done, when it is not such a node, when the run does not fit into what it has, or when others begin with the run.
     pub(crate) fn extend_alone(&mut self, slot: u32, tier: Tier, last: Seat, hashes: &[BlockHash]) -> Option<Seat> {
         let mut node = self.node(last.node)?;
-        let start = node.len;
-        let end = start as usize + hashes.len();
-        let is_end = last.offset + 1 == start && node.is_all_of(Who::new(slot, tier.position()));
+        let start = node.len as usize;
+        let end = start + hashes.len();
+        let is_end = last.offset + 1 == node.len && node.is_all_of(Who::new(slot, tier.position()));
         let has_room = is_end
-            && end <= (NODE_BLOCKS.min(node.capacity(|line| self.words.order_of(line)))) as usize
+            && end <= NODE_BLOCKS as usize
+            && node.hashes != NO_LINE
             && self.slots[slot as usize].places.has_room(hashes.len());
         if !has_room || self.find_head(*hashes.first()?).is_some() {
             return None;
         }
+        let old = node.hashes;
+        if end > node.capacity(|line| self.words.order_of(line)) as usize {
+            node.hashes = self.words.take(order_for(end))?;
+            copy_hashes(self.words.lines(), old, node.hashes, start);
+        }
         // Behind those that readers know, so this is no change yet.
         let words = self.words.lines().words(node.hashes, end);
-        words.get(start as usize..)?.iter().zip(hashes).for_each(|(word, hash)| word.store(hash.0, Relaxed));
-        let end = end as u32;
-        (node.len, node.full) = (end, end);
+        words.get(start..)?.iter().zip(hashes).for_each(|(word, hash)| word.store(hash.0, Relaxed));
+        (node.len, node.full) = (end as u32, end as u32);
         self.visits += 1;
-        self.change(last.node, |record, _| node.store_shape(record));
+        self.change(last.node, |record, _| node.store_blocks(record));
+        if old != node.hashes {
+            self.give_back(old);
+        }
 
         let account = &mut self.slots[slot as usize];
         account.pairs += hashes.len() as u64;
@@ -58,10 +67,10 @@ impl Core {
         Counters::add(&self.counters.blocks, sum.count, 0);
         // What has to give up its place may need room.
         self.pinned[0] = last.node;
-        let moved = self.set_places(slot, last.node, &node, span(start, end));
+        let moved = self.set_places(slot, last.node, &node, start..end);
         moved.into_iter().for_each(|(hash, old)| self.leave(slot, hash, old));
         self.pinned[0] = 0;
-        Some(Seat { offset: end - 1, ..last })
+        Some(Seat { offset: node.len - 1, ..last })
     }
 
     /// Takes the end of a node out that the slot holds alone, with its account. False, and nothing done, when it is not such a
@@ -72,18 +81,22 @@ impl Core {
         if !is_end || !node.is_all_of(Who::new(slot, tier.position())) {
             return false;
         }
-        let sum = self.sum(going.node, &node, going.places);
-        self.unset_places(slot, going.node, &node, going.places);
+        let range = start as usize..node.len as usize;
+        let hashes = self.hashes(going.node, &node).get(range.clone()).unwrap_or_default();
+        let sum = TierSum::of(hashes.iter().map(|hash| BlockHash(hash.load(Relaxed))));
+        self.unset_places(slot, going.node, &node, range);
         (node.len, node.full) = (start, start);
         self.visits += 1;
-        self.change(going.node, |record, _| node.store_shape(record));
+        self.change(going.node, |record, _| node.store_blocks(record));
 
         let account = &mut self.slots[slot as usize];
         account.pairs -= sum.count;
         account.leave(tier, &sum, self.scrub_end > going.node);
         Counters::add(&self.counters.holders, 0, sum.count);
         Counters::add(&self.counters.blocks, 0, sum.count);
-        self.shrink_hashes(going.node, node);
+        if start < NODE_BLOCKS / 4 {
+            self.shrink_hashes(going.node, node);
+        }
         self.tidy_places(slot);
         true
     }

@@ -12,7 +12,7 @@ use kvist_blocks::{BlockHash, Incarnation, SourceKey, Tier, WorkerUid};
 
 use crate::{
     arena::{Arena, Lines, NO_LINE},
-    holders::{Entries, Holders},
+    holders::{Entries, Holders, Who, ones},
     loose::LooseEnd,
     node::{self, MAX_SLOTS, Node, Record},
     places::ranges,
@@ -332,15 +332,23 @@ impl Core {
         entries.map_or([0; 4], |entries| entries.own(slot))
     }
 
+    /// What a slot holds of a node in one tier.
+    pub(crate) fn own_in(&self, number: u32, slot: u32, tier: Tier) -> u128 {
+        let Some(node) = self.node(number) else { return 0 };
+        if node.is_all_of(Who::new(slot, tier.position())) {
+            return ones(node.len);
+        }
+        Entries::of(&node, self.words.lines()).map_or(0, |entries| entries.own(slot)[tier.position()])
+    }
+
     /// Whether a slot holds a block in any tier.
     pub(crate) fn holds(&self, seat: Seat, slot: u32) -> bool {
         let Some(node) = self.node(seat.node) else { return false };
-        match Entries::of(&node, self.words.lines()) {
-            // Mostly the record has all there is.
-            Some(entries) if entries.are_in_record() => node.is_first_lane_of(slot) && seat.offset < node.full,
-            Some(entries) => entries.own(slot).into_iter().any(|places| places >> seat.offset & 1 != 0),
-            None => false,
+        let Some(entries) = Entries::of(&node, self.words.lines()) else { return false };
+        if entries.are_in_record() {
+            return node.is_first_lane_of(slot) && seat.offset < node.full;
         }
+        entries.own(slot).into_iter().any(|places| places >> seat.offset & 1 != 0)
     }
 
     pub(crate) fn load_holders(&mut self, node: &Node) {

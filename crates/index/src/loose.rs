@@ -12,7 +12,7 @@ use crate::{
     core::Core,
     holders::{span, tier_of},
     node::Node,
-    places::{bits, tracked},
+    places::{bits, ranges, tracked},
     remove::Going,
     table::Seat,
 };
@@ -39,7 +39,8 @@ impl Core {
                 self.set_place(slot, hash, seat);
             }
         }
-        let moved = self.set_places(slot, number, node, fresh);
+        let moved: Vec<(BlockHash, Seat)> =
+            ranges(fresh).flat_map(|range| self.set_places(slot, number, node, range)).collect();
         moved.into_iter().for_each(|(hash, old)| self.leave(slot, hash, old));
     }
 

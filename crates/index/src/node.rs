@@ -102,23 +102,23 @@ impl Node {
         }
     }
 
-    /// Writes how many blocks and holders there are; the record must be marked as changing.
-    pub(crate) fn store_shape(&self, record: &Record) {
+    /// Writes how many blocks and holders there are, and where; the record must be marked as changing.
+    pub(crate) fn store_blocks(&self, record: &Record) {
         let shape = u64::from(self.len)
             | u64::from(self.full) << 8
             | u64::from(self.lanes) << 16
             | u64::from(self.cuts) << 32
             | u64::from(self.holed) << 48;
         record[SHAPE].store(shape, Ordering::Relaxed);
+        record[PIECES].store(u64::from(self.hashes) | u64::from(self.holders) << 32, Ordering::Relaxed);
     }
 
     /// Writes all but the only hash; the record must be marked as changing.
     pub(crate) fn store(&self, record: &Record) {
-        self.store_shape(record);
+        self.store_blocks(record);
         let has_parent = if self.parent.is_some() { HAS_PARENT } else { 0 };
         let links =
             u64::from(self.next) | u64::from(self.first_key) << 32 | u64::from(self.tiers & 0xf) << 48 | has_parent;
-        record[PIECES].store(u64::from(self.hashes) | u64::from(self.holders) << 32, Ordering::Relaxed);
         record[LINKS].store(links, Ordering::Relaxed);
         record[PARENT].store(self.parent.map_or(0, |hash| hash.0), Ordering::Relaxed);
         record[FIRST_MASK].store(self.first_mask, Ordering::Relaxed);
@@ -142,6 +142,17 @@ impl Node {
     pub(crate) fn capacity(&self, order_of: impl FnOnce(u32) -> Option<u32>) -> u32 {
         if self.hashes == NO_LINE { 1 } else { order_of(self.hashes).map_or(0, |order| 8 << order) }
     }
+}
+
+/// Order of a piece for so many words.
+pub(crate) fn order_for(words: usize) -> u32 {
+    words.div_ceil(LINE_WORDS).next_power_of_two().ilog2()
+}
+
+/// Copies hashes from one piece to another.
+pub(crate) fn copy_hashes(lines: &Lines, from: u32, into: u32, count: usize) {
+    let (from, into) = (lines.words(from, count), lines.words(into, count));
+    into.iter().zip(from).for_each(|(to, from)| to.store(from.load(Ordering::Relaxed), Ordering::Relaxed));
 }
 
 pub(crate) fn set_only_hash(record: &Record, hash: u64) {

@@ -168,28 +168,32 @@ impl Core {
         self.slots[slot as usize].places.seats.insert_unique(key(hash), seat.encode(), key_of);
     }
 
-    /// Enters places of a node; there has to be room. Returned are those of these blocks that had another place.
-    pub(crate) fn set_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) -> Vec<(BlockHash, Seat)> {
+    /// Enters places of a node that stand beside each other; there has to be room. Returned are those of these blocks that had
+    /// another place.
+    pub(crate) fn set_places(
+        &mut self,
+        slot: u32,
+        number: u32,
+        node: &Node,
+        range: Range<usize>,
+    ) -> Vec<(BlockHash, Seat)> {
         let mut moved = Vec::new();
         let (records, words) = (self.records.lines(), self.words.lines());
         let Some(record) = records.line(number.wrapping_sub(1)) else { return moved };
-        let hashes = node.hashes(record, words);
         let seats = &mut self.slots[slot as usize].places.seats;
         let hash_at = |seat: &u32| node::hash_at(records, words, Seat::decode(*seat));
-        for range in ranges(places) {
-            for (offset, hash) in (range.start as u32..).zip(hashes.get(range).unwrap_or_default()) {
-                let hash = BlockHash(hash.load(Relaxed));
-                let seat = Seat { node: number, offset };
-                let is_it = |there: &u32| hash_at(there) == Some(hash);
-                match seats.entry(key(hash), is_it, |there| hash_at(there).map_or(0, key)) {
-                    Entry::Vacant(entry) => {
-                        entry.insert(seat.encode());
-                    }
-                    Entry::Occupied(mut entry) => {
-                        let old = Seat::decode(std::mem::replace(entry.get_mut(), seat.encode()));
-                        if old != seat {
-                            moved.push((hash, old));
-                        }
+        let first = Seat { node: number, offset: range.start as u32 }.encode();
+        for (seat, hash) in (first..).zip(node.hashes(record, words).get(range).unwrap_or_default()) {
+            let hash = BlockHash(hash.load(Relaxed));
+            let is_it = |there: &u32| hash_at(there) == Some(hash);
+            match seats.entry(key(hash), is_it, |there| hash_at(there).map_or(0, key)) {
+                Entry::Vacant(entry) => {
+                    entry.insert(seat);
+                }
+                Entry::Occupied(mut entry) => {
+                    let old = std::mem::replace(entry.get_mut(), seat);
+                    if old != seat {
+                        moved.push((hash, Seat::decode(old)));
                     }
                 }
             }
@@ -197,20 +201,18 @@ impl Core {
         moved
     }
 
-    /// Takes places of a node out of a slot's map, those of them that are in it.
-    pub(crate) fn unset_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) {
+    /// Takes places of a node that stand beside each other out of a slot's map, those of them that are in it.
+    pub(crate) fn unset_places(&mut self, slot: u32, number: u32, node: &Node, range: Range<usize>) {
         let seats = &mut self.slots[slot as usize].places.seats;
         let Some(record) = self.records.lines().line(number.wrapping_sub(1)) else { return };
         if seats.is_empty() {
             return;
         }
-        let hashes = node.hashes(record, self.words.lines());
-        for range in ranges(places) {
-            for (offset, hash) in (range.start as u32..).zip(hashes.get(range).unwrap_or_default()) {
-                let seat = Seat { node: number, offset }.encode();
-                if let Ok(entry) = seats.find_entry(key(BlockHash(hash.load(Relaxed))), |there| *there == seat) {
-                    entry.remove();
-                }
+        let first = Seat { node: number, offset: range.start as u32 }.encode();
+        for (seat, hash) in (first..).zip(node.hashes(record, self.words.lines()).get(range).unwrap_or_default()) {
+            let hash = BlockHash(hash.load(Relaxed));
+            if let Ok(entry) = seats.find_entry(key(hash), |there| *there == seat) {
+                entry.remove();
             }
         }
     }

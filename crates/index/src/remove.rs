@@ -8,10 +8,9 @@ use crate::{
     arena::NO_LINE,
     core::Core,
     holders::{Who, ones, span, tier_of},
-    node::{self, NODE_BLOCKS, Node},
-    places::tracked,
+    node::{self, NODE_BLOCKS, Node, copy_hashes, order_for},
+    places::{ranges, tracked},
     source::SlotUse,
-    store::order_for,
     table::Seat,
 };
 
@@ -44,7 +43,7 @@ impl Core {
                     unknown += u64::from(!self.remove_given_up(slot, tier, *hash));
                     continue;
                 }
-                going = Going { node: seat.node, places: 0, own: self.own(seat.node, slot)[tier.position()] };
+                going = Going { node: seat.node, places: 0, own: self.own_in(seat.node, slot, tier) };
             }
             let bit = 1 << seat.offset;
             if going.own & !going.places & bit == 0 {
@@ -65,7 +64,7 @@ impl Core {
     /// Blocks that go together mostly stood beside each other, and the last of them goes first. Says how many follow a place in
     /// this way, and which is the last place of them.
     fn take_along(&self, going: &mut Going, seat: Seat, rest: &[BlockHash]) -> (usize, Seat) {
-        let Some(node) = self.node(going.node) else { return (0, seat) };
+        let Some(node) = self.node(going.node).filter(|_| !rest.is_empty()) else { return (0, seat) };
         let hashes = self.hashes(going.node, &node);
         let held = going.own & !going.places;
         let is_it = |(hash, offset): &(&BlockHash, u32)| {
@@ -151,7 +150,7 @@ impl Core {
     ) -> bool {
         let new_any = left.into_iter().fold(0, |any, mask| any | mask);
         let (before, after) = (others | old_any, others | new_any);
-        self.unset_places(slot, number, &node, tracked(old_any) & !tracked(new_any));
+        self.leave_places(slot, number, &node, tracked(old_any) & !tracked(new_any));
         let head = self.hashes(number, &node).first().map(|hash| BlockHash(hash.load(Relaxed)));
         let len = NODE_BLOCKS - after.leading_zeros();
         if len > 0 {
@@ -178,6 +177,11 @@ impl Core {
         true
     }
 
+    /// Takes places of a node out of a slot's map.
+    fn leave_places(&mut self, slot: u32, number: u32, node: &Node, places: u128) {
+        ranges(places).for_each(|range| self.unset_places(slot, number, node, range));
+    }
+
     /// A smaller place for the hashes, if a quarter of it is enough and there is one.
     pub(crate) fn shrink_hashes(&mut self, number: u32, mut node: Node) {
         if node.hashes == NO_LINE || node.capacity(|line| self.words.order_of(line)) < node.len * 4 {
@@ -189,9 +193,7 @@ impl Core {
         }
         let Some(piece) = self.words.take(order) else { return };
         let old = node.hashes;
-        let from = self.words.lines().words(old, node.len as usize);
-        let into = self.words.lines().words(piece, node.len as usize);
-        into.iter().zip(from).for_each(|(to, from)| to.store(from.load(Relaxed), Relaxed));
+        copy_hashes(self.words.lines(), old, piece, node.len as usize);
         node.hashes = piece;
         self.change(number, |record, _| node.store(record));
         self.give_back(old);
@@ -234,7 +236,7 @@ impl Core {
             let any = of_slot.iter().fold(0, |any, (_, mask)| any | mask);
             let slot = of_slot[0].0.slot();
             self.count_pairs(slot, any, 0);
-            self.unset_places(slot, number, &node, tracked(any));
+            self.leave_places(slot, number, &node, tracked(any));
             self.tidy_places(slot);
         }
         self.count_blocks(present, 0);
@@ -250,7 +252,7 @@ impl Core {
     /// Takes all blocks of one tier from a slot.
     pub(crate) fn clear_tier(&mut self, slot: u32, tier: Tier) {
         for number in self.nodes_of(slot) {
-            let own = self.own(number, slot)[tier.position()];
+            let own = self.own_in(number, slot, tier);
             if own != 0 {
                 self.take_out(number, slot, tier, own);
             }

@@ -8,7 +8,7 @@ use crate::{
     arena::NO_LINE,
     core::{Core, Kind},
     holders::{Who, span},
-    node::{self, NODE_BLOCKS, Node, set_only_hash},
+    node::{self, NODE_BLOCKS, Node, order_for, set_only_hash},
     table::{Inserted, Seat},
 };
 
@@ -21,11 +21,6 @@ struct Entered {
     blocks: usize,
     /// Where the last of them is; none when it was given up.
     last: Option<Seat>,
-}
-
-/// Order of a piece for so many words.
-pub(crate) fn order_for(words: usize) -> u32 {
-    words.div_ceil(8).next_power_of_two().ilog2()
 }
 
 impl Core {
