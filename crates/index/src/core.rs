@@ -115,6 +115,7 @@ impl Core {
         let (pages, table) = (Arena::new(chunk_lines), Table::new());
         let sources = Sources::default();
         let view = View {
+            number: 0,
             records: Arc::clone(records.lines()),
             words: Arc::clone(words.lines()),
             pages: Arc::clone(pages.lines()),
@@ -160,6 +161,7 @@ impl Core {
     pub(crate) fn publish(&mut self) {
         self.count_bytes();
         self.published.set(View {
+            number: 0,
             records: Arc::clone(self.records.lines()),
             words: Arc::clone(self.words.lines()),
             pages: Arc::clone(self.pages.lines()),

@@ -5,9 +5,12 @@
 //! position that its source states. If not, it walks again, a few times. What goes on changing, or stands still in the middle of a change since
 //! its writer has lost its core, is not waited for: nothing is claimed of the sources that it concerns.
 
-use std::sync::{
-    Arc,
-    atomic::{Ordering, fence},
+use std::{
+    cell::RefCell,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering, fence},
+    },
 };
 
 use kvist_blocks::BlockHash;
@@ -16,13 +19,18 @@ use crate::{
     index::Index,
     overlaps::Overlaps,
     sources::{Cell, Seen, SourceList, Unread},
-    walk::Walk,
+    walk::{Met, Walk},
 };
 
 /// Walks of one look-up.
 const TRIES: usize = 6;
 /// Pauses of one walk, all sources together, for a batch to end. A small one takes half a microsecond.
 const PAUSES: usize = 100;
+
+thread_local! {
+    /// Memory for the nodes that the thread's look-ups meet.
+    static NODES: RefCell<Vec<Met>> = const { RefCell::new(Vec::new()) };
+}
 
 impl Index {
     /// For every source, how much of the beginning of a prompt it holds; by worker and rank.
@@ -31,11 +39,15 @@ impl Index {
     /// source in the middle of a change is CATCHING_UP, and nothing is claimed of it.
     #[must_use]
     pub fn lookup(&self, prompt: &[BlockHash]) -> Overlaps {
+        NODES.with_borrow_mut(|nodes| self.lookup_with(prompt, nodes))
+    }
+
+    fn lookup_with(&self, prompt: &[BlockHash], nodes: &mut Vec<Met>) -> Overlaps {
         let mut tries = TRIES;
         loop {
             tries -= 1;
             let view = self.published.get();
-            let mut walk = Walk::new();
+            let mut walk = Walk::new(nodes);
             walk.go(&view, prompt);
             fence(Ordering::Acquire);
             let Some(mut seen) = seen(&view.sources, walk.newest(), tries == 0) else { continue };
@@ -63,9 +75,10 @@ impl Index {
 fn seen(sources: &SourceList, newest_met: u64, is_last_try: bool) -> Option<Vec<Seen>> {
     let mut pauses = PAUSES;
     let mut is_retired = false;
-    let read = |cell: &Cell| match cell.read(newest_met) {
+    let before_batch = sources.before_batch();
+    let read = |cell: &Cell| match cell.read(newest_met, before_batch) {
         Ok(seen) => seen,
-        Err(unread) => read_again(cell, newest_met, unread, &mut pauses).unwrap_or_else(|unread| {
+        Err(unread) => read_again(cell, newest_met, before_batch, unread, &mut pauses).unwrap_or_else(|unread| {
             is_retired |= matches!(unread, Unread::Retired(_));
             let (Unread::Busy(incarnation) | Unread::Retired(incarnation)) = unread;
             Seen::unknown(incarnation)
@@ -75,13 +88,19 @@ fn seen(sources: &SourceList, newest_met: u64, is_last_try: bool) -> Option<Vec<
     (!is_retired || is_last_try).then_some(seen)
 }
 
-/// Gives a batch a little time to end.
+/// Gives a batch that has changed what was walked through a little time to end.
 #[cold]
-fn read_again(cell: &Cell, newest_met: u64, mut unread: Unread, pauses: &mut usize) -> Result<Seen, Unread> {
+fn read_again(
+    cell: &Cell,
+    newest_met: u64,
+    before_batch: &AtomicU64,
+    mut unread: Unread,
+    pauses: &mut usize,
+) -> Result<Seen, Unread> {
     while *pauses > 0 && matches!(unread, Unread::Busy(_)) {
         *pauses -= 1;
         std::hint::spin_loop();
-        match cell.read(newest_met) {
+        match cell.read(newest_met, before_batch) {
             Ok(seen) => return Ok(seen),
             Err(other) => unread = other,
         }

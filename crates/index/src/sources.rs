@@ -32,8 +32,6 @@ pub(crate) struct Cell {
     state: AtomicU64,
     incarnation: AtomicU64,
     next_sequence: AtomicU64,
-    /// The newest version of anything before the batch that is being applied.
-    before_batch: AtomicU64,
 }
 
 /// A source as a look-up found it.
@@ -83,32 +81,25 @@ impl Cell {
     /// What the source says of itself to who has walked through states up to a version. A batch that is being applied does not
     /// matter as long as the walk has met nothing that it has changed: what the walk found was true before the batch.
     #[inline]
-    pub(crate) fn read(&self, newest_met: u64) -> Result<Seen, Unread> {
+    pub(crate) fn read(&self, newest_met: u64, before_batch: &AtomicU64) -> Result<Seen, Unread> {
         let before = self.state.load(Ordering::Acquire);
         let incarnation = Incarnation(self.incarnation.load(Ordering::Relaxed));
         let next_sequence = self.next_sequence.load(Ordering::Relaxed);
-        let before_batch = self.before_batch.load(Ordering::Relaxed);
-        fence(Ordering::Acquire);
-        if before & (CHANGING | APPLYING) != 0 {
-            if before & RETIRED != 0 {
-                return Err(Unread::Retired(incarnation));
-            }
-            if before & CHANGING != 0 || newest_met > before_batch {
-                return Err(Unread::Busy(incarnation));
-            }
+        if before & RETIRED != 0 {
+            return Err(Unread::Retired(incarnation));
         }
-        if self.state.load(Ordering::Relaxed) != before {
+        // If the batch is another one by then, the state is too.
+        let is_touched = before & APPLYING != 0 && newest_met > before_batch.load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        if before & CHANGING != 0 || is_touched || self.state.load(Ordering::Relaxed) != before {
             return Err(Unread::Busy(incarnation));
         }
         Ok(Seen { state: before, incarnation, next_sequence })
     }
 
     /// A batch is being applied from here on.
-    fn begin(&self, newest: u64) {
-        // Not before the state of the last batch.
-        fence(Ordering::Release);
-        self.before_batch.store(newest, Ordering::Relaxed);
-        // Who sees this sees all that is not newer, and who sees a change of the batch sees this.
+    fn begin(&self) {
+        // Who sees this sees all that came before, and who sees a change of the batch sees this.
         self.state.store(self.state.load(Ordering::Relaxed) | APPLYING, Ordering::Release);
         fence(Ordering::Release);
     }
@@ -138,6 +129,8 @@ pub(crate) struct SourceList {
     keys: Arc<[SourceKey]>,
     /// By position; more than there are keys.
     cells: Box<[Cell]>,
+    /// The newest version of anything before the batch that is being applied.
+    before_batch: AtomicU64,
 }
 
 impl SourceList {
@@ -151,6 +144,11 @@ impl SourceList {
 
     pub(crate) fn cells(&self) -> &[Cell] {
         &self.cells[..self.keys.len()]
+    }
+
+    /// The newest version of anything before the batch that is being applied.
+    pub(crate) fn before_batch(&self) -> &AtomicU64 {
+        &self.before_batch
     }
 }
 
@@ -167,7 +165,7 @@ pub(crate) struct Sources {
 
 impl Default for Sources {
     fn default() -> Self {
-        let list = SourceList { keys: Arc::new([]), cells: Box::default() };
+        let list = SourceList { keys: Arc::new([]), cells: Box::default(), before_batch: AtomicU64::new(0) };
         Self { list: Arc::new(list), sources: Vec::new(), positions: HashMap::new(), applying: None }
     }
 }
@@ -196,7 +194,10 @@ impl Sources {
 
     /// Look-ups see a source as it was before this until [`Sources::end`]. No version is newer yet than the one that is given.
     pub(crate) fn begin(&mut self, position: usize, newest: u64) {
-        self.list.cells[position].begin(newest);
+        // Not before the state that the last batch has left.
+        fence(Ordering::Release);
+        self.list.before_batch.store(newest, Ordering::Relaxed);
+        self.list.cells[position].begin();
         self.applying = Some(position);
     }
 
@@ -250,6 +251,6 @@ impl Sources {
         let cells = (0..keys.len().next_power_of_two()).map(cell).collect();
         self.positions.clear();
         self.positions.extend(keys.iter().cloned().zip(0..));
-        std::mem::replace(&mut self.list, Arc::new(SourceList { keys, cells }))
+        std::mem::replace(&mut self.list, Arc::new(SourceList { keys, cells, before_batch: AtomicU64::new(0) }))
     }
 }

@@ -26,14 +26,22 @@ pub(crate) enum End {
     Changing,
 }
 
+/// A node that a walk has met.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Met {
+    node: u32,
+    /// Blocks of the prompt before it.
+    depth: u32,
+    version: u64,
+}
+
 /// How far everybody came.
 #[derive(Debug)]
-pub(crate) struct Walk {
+pub(crate) struct Walk<'a> {
     /// Blocks of the prompt so far.
     pub(crate) depth: u32,
     end: End,
-    /// Nodes: number, version, and how many blocks of the prompt lie before.
-    nodes: Vec<(u32, u64, u32)>,
+    nodes: &'a mut Vec<Met>,
     /// The newest version of all that the walk has met.
     newest: u64,
     tiers: [Reach; 4],
@@ -161,12 +169,14 @@ impl Stretch {
     }
 }
 
-impl Walk {
-    pub(crate) fn new() -> Self {
+impl<'n> Walk<'n> {
+    /// With memory for the nodes that it meets.
+    pub(crate) fn new(nodes: &'n mut Vec<Met>) -> Self {
+        nodes.clear();
         Self {
             depth: 0,
             end: End::Known,
-            nodes: Vec::with_capacity(64),
+            nodes,
             newest: 0,
             tiers: Default::default(),
             any: Reach::default(),
@@ -238,9 +248,9 @@ impl Walk {
         fence(Ordering::Acquire);
         let is_same =
             |node: u32, version: u64| view.record(node).is_some_and(|record| node::version_of(record) == version);
-        let changed = self.nodes.iter().find(|(node, version, _)| !is_same(*node, *version));
-        if let Some((_, _, depth)) = changed {
-            return Some(*depth);
+        let changed = self.nodes.iter().find(|met| !is_same(met.node, met.version));
+        if let Some(met) = changed {
+            return Some(met.depth);
         }
         match self.end {
             End::Known => None,
@@ -304,7 +314,7 @@ impl Walk {
     }
 
     fn note(&mut self, node: u32, version: u64) {
-        self.nodes.push((node, version, self.depth));
+        self.nodes.push(Met { node, depth: self.depth, version });
         self.newest = self.newest.max(version);
     }
 
@@ -467,7 +477,8 @@ mod tests {
         for sequence in 0..200 {
             let hashes: Vec<BlockHash> = (0..20).map(|at| BlockHash((sequence << 32 | at) + 1)).collect();
             let view = index.published.get();
-            let mut walk = Walk::new();
+            let mut nodes = Vec::new();
+            let mut walk = Walk::new(&mut nodes);
             walk.go(&view, &hashes);
             assert_eq!((0, None), (walk.depth, walk.spoiled_at(&view)));
             let events = vec![Event::Stored { tier: Tier::Device, parent: None, hashes }];
