@@ -16,12 +16,10 @@ use crate::{
     core::{Core, Counters},
     runs,
     scrub::PARTS,
+    snapshots::{Filling, SnapshotId},
     source::{SlotUse, Source, SourceStatus, TierSum},
     view::Published,
 };
-
-/// Blocks of a snapshot that are taken in under one hold of the lock, so that batches go on between.
-const SNAPSHOT_BLOCKS_AT_ONCE: usize = 512;
 
 /// How long a scrub takes for all blocks.
 pub const SCRUB_PERIOD: Duration = Duration::from_secs(120);
@@ -100,24 +98,12 @@ pub struct Divergence {
     pub blocks: u64,
 }
 
-/// Names a snapshot that is being taken in; never used again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SnapshotId(u64);
-
+/// What the lock is for.
 #[derive(Debug)]
-struct Filling {
-    key: SourceKey,
-    incarnation: Incarnation,
-    next_sequence: u64,
-    complete: bool,
-    slot: u32,
-}
-
-#[derive(Debug)]
-struct Inner {
-    core: Core,
-    fillings: HashMap<SnapshotId, Filling>,
-    next_snapshot: u64,
+pub(crate) struct Inner {
+    pub(crate) core: Core,
+    pub(crate) fillings: HashMap<SnapshotId, Filling>,
+    pub(crate) next_snapshot: u64,
 }
 
 /// Who holds which block.
@@ -187,99 +173,6 @@ impl Index {
         }
         core.end(position);
         Applied::Applied
-    }
-
-    /// Begins to take in a snapshot, beside what is known of the source, which stays visible until the snapshot is
-    /// finished. An unfinished snapshot of the same source is abandoned.
-    ///
-    /// None when it is of a closed or older incarnation, or of a position before the source's own.
-    pub fn begin_snapshot(
-        &self,
-        key: &SourceKey,
-        incarnation: Incarnation,
-        next_sequence: u64,
-        complete: bool,
-    ) -> Option<SnapshotId> {
-        let inner = &mut *self.write();
-        if !inner.core.is_welcome(key, incarnation, next_sequence) {
-            return None;
-        }
-        inner.abandon(|filling| filling.key == *key);
-        let slot = inner.core.take_slot(SlotUse::Filling);
-        let id = SnapshotId(inner.next_snapshot);
-        inner.next_snapshot += 1;
-        inner.fillings.insert(id, Filling { key: key.clone(), incarnation, next_sequence, complete, slot });
-        Some(id)
-    }
-
-    /// Takes in a part of a snapshot; false when it was abandoned or finished. Runs may come in any order, but what comes
-    /// behind its parent costs less memory and is found faster.
-    pub fn snapshot_chunk(&self, id: SnapshotId, tier: Tier, runs: &[Run]) -> bool {
-        let mut runs = runs.iter();
-        let mut next = runs.next().map(|run| (run, 0));
-        while let Some((run, start)) = next {
-            let mut room = SNAPSHOT_BLOCKS_AT_ONCE;
-            let inner = &mut *self.write();
-            let Some(slot) = inner.fillings.get(&id).map(|filling| filling.slot) else { return false };
-            let mut at = Some((run, start));
-            while let Some((run, start)) = at
-                && room > 0
-            {
-                let end = run.hashes.len().min(start + room);
-                let parent = start.checked_sub(1).map_or(run.parent, |before| run.hashes.get(before).copied());
-                let part = &run.hashes[start..end];
-                inner.core.store_run(slot, tier, parent, part);
-                room = room.saturating_sub(part.len().max(1));
-                at = if end < run.hashes.len() { Some((run, end)) } else { runs.next().map(|run| (run, 0)) };
-            }
-            next = at;
-        }
-        true
-    }
-
-    /// Puts a snapshot in the place of all that was known of its source, at once.
-    ///
-    /// False when it was abandoned, or when the source was closed or has moved past it in the meantime.
-    pub fn finish_snapshot(&self, id: SnapshotId, now_unix_nanos: u64) -> bool {
-        let inner = &mut *self.write();
-        let Some(filling) = inner.fillings.remove(&id) else { return false };
-        let Filling { key, incarnation, next_sequence, complete, slot } = filling;
-        if !inner.core.is_welcome(&key, incarnation, next_sequence) {
-            inner.core.bury(slot);
-            return false;
-        }
-        inner.core.tie_all(slot);
-        let mut source = Source::new(slot, incarnation);
-        source.next_sequence = next_sequence;
-        source.complete = complete;
-        source.snapshots = 1;
-        source.heard_at_unix_nanos = now_unix_nanos;
-        inner.core.open_with(&key, slot, source);
-        true
-    }
-
-    /// Drops a snapshot that will not be finished.
-    pub fn abandon_snapshot(&self, id: SnapshotId) {
-        let inner = &mut *self.write();
-        if let Some(filling) = inner.fillings.remove(&id) {
-            inner.core.bury(filling.slot);
-        }
-    }
-
-    /// Replaces all that is known of a source by a snapshot, at once.
-    ///
-    /// False when the snapshot is of a closed or older incarnation, or of a position before the source's own.
-    pub fn apply_snapshot(
-        &self,
-        key: &SourceKey,
-        incarnation: Incarnation,
-        next_sequence: u64,
-        runs: &[(Tier, Vec<Run>)],
-        complete: bool,
-        now_unix_nanos: u64,
-    ) -> bool {
-        let Some(id) = self.begin_snapshot(key, incarnation, next_sequence, complete) else { return false };
-        runs.iter().all(|(tier, runs)| self.snapshot_chunk(id, *tier, runs)) && self.finish_snapshot(id, now_unix_nanos)
     }
 
     /// Holds a ledger's digest against the index. A mismatch marks the source as CATCHING_UP.
@@ -443,7 +336,8 @@ impl Index {
         }
     }
 
-    fn write(&self) -> MutexGuard<'_, Inner> {
+    /// The writer's side, for one change.
+    pub(crate) fn write(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock()
     }
 
@@ -459,7 +353,7 @@ impl Index {
 
 impl Core {
     /// Applies events of a source; says how many removals were of blocks that it does not hold.
-    fn apply_events(&mut self, key: &SourceKey, mut slot: u32, events: &[Event]) -> u64 {
+    pub(crate) fn apply_events(&mut self, key: &SourceKey, mut slot: u32, events: &[Event]) -> u64 {
         let mut unknown_removals = 0;
         for event in events {
             match event {
@@ -479,74 +373,8 @@ impl Inner {
         self.abandon(|filling| which(&filling.key, filling.incarnation));
     }
 
-    fn abandon(&mut self, which: impl Fn(&Filling) -> bool) {
+    pub(crate) fn abandon(&mut self, which: impl Fn(&Filling) -> bool) {
         let slots: Vec<u32> = self.fillings.extract_if(|_, filling| which(filling)).map(|(_, one)| one.slot).collect();
         slots.into_iter().for_each(|slot| self.core.bury(slot));
-    }
-}
-
-/// What tests do to an index that no caller can.
-#[cfg(test)]
-impl Index {
-    /// Takes a block out of the contents alone, as a mistake of this crate would.
-    pub(crate) fn lose_silently(&self, key: &SourceKey, hash: kvist_blocks::BlockHash) {
-        let core = &mut self.write().core;
-        let Some(slot) = core.sources.get(key).map(|source| source.slot) else { return };
-        let Some(seat) = core.place_of(slot, hash) else { return };
-        core.take_out(seat.node, slot, Tier::Device, 1 << seat.offset);
-    }
-
-    /// Keeps the writer's lock and leaves a source and a node in the middle of a change while something runs, as a writer
-    /// does that has lost its core.
-    pub(crate) fn while_stopped<T>(
-        &self,
-        key: Option<&SourceKey>,
-        hash: Option<kvist_blocks::BlockHash>,
-        run: impl FnOnce() -> T,
-    ) -> T {
-        let inner = &mut *self.write();
-        let core = &mut inner.core;
-        let position = key.and_then(|key| core.sources.position(key));
-        if let Some(position) = position {
-            core.sources.begin(position, core.versions.newest());
-        }
-        let slots = 0..core.slots.len() as u32;
-        let node =
-            hash.and_then(|hash| slots.into_iter().find_map(|slot| core.place_of(slot, hash))).map(|seat| seat.node);
-        if let Some(record) = node.and_then(|node| core.record(node)) {
-            crate::node::begin_change(record);
-        }
-        let result = run();
-        if let Some(node) = node {
-            core.change(node, |_, _| {});
-        }
-        if let Some(position) = position {
-            core.end(position);
-        }
-        result
-    }
-
-    /// Applies the next batch of a source, and runs something when all of it is applied and nothing of that is said yet.
-    pub(crate) fn while_applying<T>(&self, key: &SourceKey, events: &[Event], run: impl FnOnce() -> T) -> T {
-        let core = &mut self.write().core;
-        let position = core.sources.position(key).unwrap();
-        core.sources.begin(position, core.versions.newest());
-        let source = core.sources.at(Some(position)).unwrap();
-        source.next_sequence += 1;
-        let slot = source.slot;
-        core.apply_events(key, slot, events);
-        let result = run();
-        core.end(position);
-        result
-    }
-
-    /// Looks at what the writer keeps.
-    pub(crate) fn with_core<T>(&self, look: impl FnOnce(&mut Core) -> T) -> T {
-        look(&mut self.write().core)
-    }
-
-    /// Nodes that the writer has looked at so far.
-    pub(crate) fn visits(&self) -> u64 {
-        self.write().core.visits
     }
 }

@@ -26,6 +26,7 @@ mod index;
 mod lists;
 mod lookup;
 mod loose;
+mod memory;
 mod node;
 mod overlaps;
 mod places;
@@ -33,6 +34,7 @@ mod recent;
 mod remove;
 mod runs;
 mod scrub;
+mod snapshots;
 mod source;
 mod sources;
 mod store;
@@ -41,9 +43,10 @@ mod versions;
 mod view;
 mod walk;
 
-pub use index::{Applied, DigestVerdict, Divergence, Index, IndexSettings, Memory, SCRUB_PERIOD, SnapshotId, TierRuns};
+pub use index::{Applied, DigestVerdict, Divergence, Index, IndexSettings, Memory, SCRUB_PERIOD, TierRuns};
 pub use overlaps::Overlaps;
 pub use recent::{Holder, RecentDecisions, RecentOverlap};
+pub use snapshots::SnapshotId;
 pub use source::{Overlap, SourceState, SourceStatus};
 
 #[cfg(test)]

@@ -8,7 +8,8 @@ use std::{collections::HashSet, sync::atomic::Ordering::Relaxed};
 
 use crate::{
     arena::{LINE_WORDS, NO_LINE},
-    core::{Core, Kind},
+    core::Core,
+    memory::Kind,
 };
 
 /// Nodes of a line of a list; its first word has the next line and how many there are.

@@ -15,7 +15,8 @@ use hashbrown::{HashTable, hash_table::Entry};
 use kvist_blocks::BlockHash;
 
 use crate::{
-    core::{Core, MOST_VICTIMS},
+    core::Core,
+    memory::MOST_VICTIMS,
     node::{self, Node},
     table::Seat,
 };

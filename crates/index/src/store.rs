@@ -6,8 +6,9 @@ use kvist_blocks::{BlockHash, Tier};
 
 use crate::{
     arena::NO_LINE,
-    core::{Core, Kind},
+    core::Core,
     holders::{Who, span},
+    memory::Kind,
     node::{self, NODE_BLOCKS, Node, order_for, set_only_hash},
     table::{Inserted, Seat},
 };

@@ -9,6 +9,7 @@ use crate::*;
 
 mod budget;
 mod history;
+mod hooks;
 mod places;
 mod prompts;
 mod readers;
