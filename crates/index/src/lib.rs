@@ -10,8 +10,8 @@
 //!
 //! There is one writer at a time, and look-ups wait for nobody. All that they read is made of atomic words with versions
 //! around them; a walk that finds the versions unchanged after it has read what each source says of itself was a walk
-//! through one state, so every claim is true at the sequence stated beside it. Of what is in the middle of a change nothing
-//! is claimed.
+//! through one state, so every claim is true at the sequence stated beside it. A source whose batch is being applied is claimed as
+//! it was before, as long as the walk has met nothing of the batch; else nothing is claimed of it.
 //!
 //! What the byte budget does not let in, or what nobody has asked for when others need its room, is given up: counted and
 //! digested, so that a ledger's digest still proves the whole, and its source is TRUNCATED. A block behind one that was

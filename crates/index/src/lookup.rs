@@ -36,7 +36,8 @@ impl Index {
     /// For every source, how much of the beginning of a prompt it holds; by worker and rank.
     ///
     /// Takes one step for up to 128 blocks, up to the first block that no source has in an unbroken run, and never waits for a writer. A
-    /// source in the middle of a change is CATCHING_UP, and nothing is claimed of it.
+    /// source in the middle of a batch is known as it was before; it is CATCHING_UP, and nothing is claimed of it, if the batch has
+    /// already changed what the prompt meets.
     #[must_use]
     pub fn lookup(&self, prompt: &[BlockHash]) -> Overlaps {
         NODES.with_borrow_mut(|nodes| self.lookup_with(prompt, nodes))
