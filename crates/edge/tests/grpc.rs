@@ -9,6 +9,7 @@ use std::time::Duration;
 use kvist_blocks::{BlockHash, HashSeed, Incarnation, Namespace, Rank, SourceKey, Tier, block_hashes};
 use kvist_errors::{Code, from_status};
 use kvist_proto::{
+    controller::v1::{ClusterState, ClusterVersion},
     engine::v1::{AbortReason, FinishReason, TokenIds},
     events::v1::SourceState,
     router::v1::{
@@ -17,6 +18,7 @@ use kvist_proto::{
     },
 };
 use kvist_router::{RouterSettings, RoutingSettings};
+use prost::Message as _;
 use support::*;
 use tonic::transport::Channel;
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
@@ -83,6 +85,41 @@ async fn health_follows_the_cluster_state_and_old_states_are_refused() {
     assert_eq!((0, 0), (router.status().workers, router.status().ready_targets));
     let status = limited(client.generate(request("x", ""))).await.unwrap_err();
     assert_eq!(Code::NoReadyTarget, from_status(&status).code);
+    router.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_state_of_an_empty_store_takes_no_worker_away_that_answers() {
+    let worker = TestWorker::start(0, Script::Answer("x")).await;
+    let router = router(settings(), &[&worker]).await;
+    let of_store = |store_epoch, revision, workers: &[&TestWorker]| {
+        let mut state = ClusterState::decode(&*cluster_state(revision, workers)).unwrap();
+        state.version = Some(ClusterVersion { store_epoch, revision });
+        if workers.is_empty() {
+            // An empty store has made up its own.
+            state.hash_seed = 8;
+            state.models.clear();
+        }
+        state.encode_to_vec()
+    };
+    let asked = async || {
+        let mut client = RouterServiceClient::new(channel(&router).await);
+        limited(client.generate(request("x", ""))).await.map(|_| ()).map_err(|status| from_status(&status).code)
+    };
+    for revision in [3, 5, 4] {
+        assert!(!router.apply_cluster_state(&of_store(2, revision, &[])).unwrap());
+    }
+    assert_eq!((Some((2, 5)), (1, 1)), (router.status().held_cluster_version, router.status().cluster_version));
+    assert_eq!(Ok(()), asked().await);
+
+    // The store is back: its states are not older than what this router serves from.
+    assert!(router.apply_cluster_state(&of_store(1, 2, &[&worker])).unwrap());
+    assert_eq!(None, router.status().held_cluster_version);
+    // In one history, absence is a statement.
+    assert!(router.apply_cluster_state(&of_store(1, 3, &[])).unwrap());
+    assert_eq!(Err(Code::UnknownModel), asked().await);
+    // Nobody is left whom a new one could not know.
+    assert!(router.apply_cluster_state(&of_store(4, 1, &[])).unwrap());
     router.stop().await;
 }
 

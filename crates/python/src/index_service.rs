@@ -7,6 +7,7 @@ use kvist_doors::ClientTlsSettings;
 use kvist_errors::{Code, KvistError};
 use kvist_events::{
     BootstrapAnswer, Bootstraps, BusSettings, FeedSettings, FeedWorker, IndexFeed, care_for_index, convert,
+    is_of_strange_store,
 };
 use kvist_index::{Index, IndexSettings, Overlap};
 use kvist_proto::{
@@ -59,6 +60,7 @@ fn default_digest_interval_ms() -> u64 {
 struct Followed {
     version: Option<(u64, u64)>,
     hash_seed: u64,
+    workers: Vec<(WorkerUid, Incarnation)>,
 }
 
 /// The index of a whole cluster, fed from NATS and from the workers themselves.
@@ -110,7 +112,8 @@ impl IndexService {
         Ok(())
     }
 
-    /// Follows the workers of an encoded `ClusterState`; false when it is not newer than the last.
+    /// Follows the workers of an encoded `ClusterState`; false when it is not newer than the last, or knows nothing of the
+    /// workers that are followed.
     fn apply_cluster_state(&self, state: &[u8]) -> PyResult<bool> {
         let state = ClusterState::decode(state).map_err(|error| raise_invalid("cluster_state", error))?;
         if state.cluster != self.settings.cluster {
@@ -123,7 +126,15 @@ impl IndexService {
         if followed.version >= version {
             return Ok(false);
         }
-        *followed = Followed { version, hash_seed: state.hash_seed };
+        let known = followed.workers.iter().map(|(uid, incarnation)| (uid, *incarnation));
+        if followed.version.is_some_and(|(epoch, _)| is_of_strange_store(epoch, known, &state)) {
+            return Ok(false);
+        }
+        let named = state.workers.iter().filter_map(|entry| {
+            let target = entry.target.as_ref()?;
+            Some((WorkerUid::from(target.worker_uid.as_str()), Incarnation(entry.incarnation)))
+        });
+        *followed = Followed { version, hash_seed: state.hash_seed, workers: named.collect() };
         let dead = state
             .dead_incarnations
             .iter()

@@ -23,11 +23,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     awareness::Awareness,
-    cluster::{ClusterView, Connector, ModelView, StateVersion, decode_state, version_of},
+    cluster::{ClusterView, Connector, ModelView, StateVersion},
     explain::Explanations,
     feed::FeedKeeper,
     follow::Followers,
     generate::Prompt,
+    held_state::HeldState,
     leases::Leases,
     life::fingerprint,
     metrics::{FeedMetrics, RouterMetrics},
@@ -52,12 +53,13 @@ pub struct RouterCore {
     pub(crate) stage_limits: StageLimits,
     /// Until when requests wait for the first target of their model.
     pub(crate) starting_until: Instant,
-    view: ArcSwap<ClusterView>,
+    pub(crate) view: ArcSwap<ClusterView>,
     pub(crate) has_state: AtomicBool,
-    applying: Mutex<()>,
-    connector: Connector,
+    /// A state that is not believed yet. Locked while one is taken up: one at a time.
+    pub(crate) held_state: Mutex<Option<HeldState>>,
+    pub(crate) connector: Connector,
     pool: Arc<TextPool>,
-    feed: ArcSwapOption<Feed>,
+    pub(crate) feed: ArcSwapOption<Feed>,
     active: AtomicUsize,
     idle: Notify,
     draining: AtomicBool,
@@ -77,8 +79,8 @@ pub struct RouterCore {
     /// None without a bus.
     pub(crate) feed_metrics: Option<FeedMetrics>,
     pub(crate) stopped: CancellationToken,
-    ready: ReadyFlag,
-    serving: watch::Sender<bool>,
+    pub(crate) ready: ReadyFlag,
+    pub(crate) serving: watch::Sender<bool>,
 }
 
 impl fmt::Debug for RouterCore {
@@ -89,7 +91,7 @@ impl fmt::Debug for RouterCore {
 
 /// Where the index learns of caches.
 #[derive(Debug)]
-enum Feed {
+pub(crate) enum Feed {
     Bus(FeedKeeper),
     Direct(Followers),
 }
@@ -103,6 +105,8 @@ pub struct RouterStatus {
     pub not_ready_reason: Option<String>,
     /// Place of the cluster state: store epoch and revision.
     pub cluster_version: (u64, u64),
+    /// Place of a state that knows no worker and is not believed, since workers answer; none is held back as a rule.
+    pub held_cluster_version: Option<(u64, u64)>,
     /// Whether a controller can be reached.
     pub control_plane_connected: bool,
     /// Whether the bus can be reached; none without one.
@@ -154,7 +158,7 @@ impl RouterCore {
             starting_until: Instant::now() + Duration::from_millis(settings.startup_wait_ms),
             view: ArcSwap::default(),
             has_state: false.into(),
-            applying: Mutex::new(()),
+            held_state: Mutex::default(),
             connector: Connector::new(link_settings, Arc::new(TextCache::default()), Arc::clone(&pool), states),
             pool,
             feed: ArcSwapOption::from_pointee(feed),
@@ -177,50 +181,6 @@ impl RouterCore {
             ready,
             serving: watch::Sender::new(false),
         })
-    }
-
-    /// Takes up an encoded `ClusterState`. False when it is no newer than the present one. Called within a runtime.
-    ///
-    /// # Errors
-    /// The state is invalid; the present one stays.
-    pub fn apply_cluster_state(&self, bytes: &[u8]) -> Result<bool, KvistError> {
-        self.take_cluster_state(bytes).inspect_err(|_| self.metrics.state_ignored("invalid"))
-    }
-
-    fn take_cluster_state(&self, bytes: &[u8]) -> Result<bool, KvistError> {
-        let state = decode_state(bytes)?;
-        let _one_at_a_time = self.applying.lock();
-        let old = self.view.load_full();
-        let version = version_of(&state);
-        if self.has_state.load(Ordering::Acquire) && version <= old.version {
-            if version < old.version {
-                self.metrics.state_ignored("older");
-            }
-            return Ok(false);
-        }
-        let view = Arc::new(self.connector.view(state, &old)?);
-        for (worker, up_to) in &view.dead {
-            self.selector.index.close(worker, *up_to);
-        }
-        match self.feed.load().as_deref() {
-            Some(Feed::Bus(keeper)) => keeper.follow(&view),
-            Some(Feed::Direct(followers)) => followers.follow(&view),
-            None => {}
-        }
-        tracing::info!(
-            store_epoch = version.store_epoch,
-            revision = version.revision,
-            models = view.models_by_name().len(),
-            workers = view.workers.len(),
-            "cluster_state_applied"
-        );
-        self.view.store(view);
-        self.has_state.store(true, Ordering::Release);
-        if !self.is_draining() {
-            self.ready.set_ready();
-            self.serving.send_replace(true);
-        }
-        Ok(true)
     }
 
     /// Notes whether a controller can be reached. Requests go on either way.
@@ -326,6 +286,10 @@ impl RouterCore {
             name: self.name.clone(),
             not_ready_reason: self.ready.reason(),
             cluster_version: (store_epoch, revision),
+            held_cluster_version: self.held_state.lock().as_ref().map(|held| {
+                let StateVersion { store_epoch, revision } = held.version();
+                (store_epoch, revision)
+            }),
             control_plane_connected: self.control_plane_connected.load(Ordering::Relaxed),
             bus_connected: self.feed_stats().map(|stats| stats.bus_connected),
             models: models.len(),

@@ -1,4 +1,5 @@
-//! What a router does beside requests, once a second: leases end, listeners are looked after, gauges are set.
+//! What a router does beside requests, once a second: leases end, a held state is looked at, listeners are looked after,
+//! gauges are set.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -36,6 +37,7 @@ pub async fn maintain(core: Arc<RouterCore>, listeners: Listeners) {
             _ = tick.tick() => {}
         }
         core.leases.expire(Instant::now());
+        core.review_held_state();
         set_gauges(&core);
         listeners.look_after();
     }

@@ -113,6 +113,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) breaker_openings: Family<ModelLabel, Counter>,
     pub(crate) refused_policies: Gauge,
     ignored_states: Family<ReasonLabel, Counter>,
+    pub(crate) held_state: Gauge,
     pub(crate) reservations: Gauge,
     pub(crate) promised_tokens: Gauge,
     pub(crate) targets: Family<TargetLabel, Gauge>,
@@ -250,6 +251,11 @@ impl RouterMetrics {
                 names::CLUSTER_STATES_IGNORED,
                 "Cluster states that were not taken up.",
                 Family::default(),
+            ),
+            held_state: metrics.register(
+                names::ROUTER_CLUSTER_STATE_HELD,
+                "Whether a cluster state that names no worker is held back, since workers answer that it does not know.",
+                Gauge::default(),
             ),
             reservations: metrics.register(names::ROUTER_RESERVATIONS, "Reservations held.", Gauge::default()),
             promised_tokens: metrics.register(

@@ -136,6 +136,8 @@ names! { METRICS:
     KV_AWARE = "kvist_kv_aware";
     /// Cluster states that were not taken up, by reason.
     CLUSTER_STATES_IGNORED = "kvist_cluster_states_ignored_total";
+    /// Whether a cluster state that names no worker is held back, since workers answer that it does not know.
+    ROUTER_CLUSTER_STATE_HELD = "kvist_router_cluster_state_held";
     /// When the certificate of a listener ends, in Unix seconds.
     TLS_CERTIFICATE_EXPIRY = "kvist_tls_certificate_expiry_timestamp_seconds";
     /// Whether the bus is connected.

@@ -29,6 +29,9 @@ STORE_OPERATIONS: Final = "kvist_store_operations_total"
 STORE_OPERATION_DURATION: Final = "kvist_store_operation_duration_seconds"
 STORE_LEASES_EXPIRED: Final = "kvist_store_leases_expired_total"
 
+# Controllers.
+CONTROLLER_STRANGE_WORKERS: Final = "kvist_controller_strange_workers"
+
 # Elections.
 LEADER: Final = "kvist_leader"
 LEADER_CHANGES: Final = "kvist_leader_changes_total"

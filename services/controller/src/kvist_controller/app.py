@@ -3,7 +3,7 @@
 import asyncio
 from functools import partial
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 from kvist import names
 from kvist.admin import AdminServer
@@ -46,6 +46,11 @@ class ControllerApp:
             "Keys that a comparison with the store found different from what this process had.",
             registry=process.registry,
         )
+        Gauge(
+            names.CONTROLLER_STRANGE_WORKERS,
+            "Workers of another store that are left alone, since this one has no resource.",
+            registry=process.registry,
+        ).set_function(self._strange_workers)
         self._metrics = ElectionMetrics(
             process.registry,
             is_leading=lambda: self._instance is not None and self._instance.leading is not None,
@@ -98,6 +103,10 @@ class ControllerApp:
                 process.readiness.block("stopping", "the process is being stopped")
                 await server.stop(grace_seconds=0.2)
                 await instance.close()
+
+    def _strange_workers(self) -> float:
+        leading = None if self._instance is None else self._instance.leading
+        return 0.0 if leading is None else float(leading.strange_workers)
 
     def _note_differences(self, keys: int) -> None:
         self._differences.inc(keys)

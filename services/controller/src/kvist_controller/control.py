@@ -23,6 +23,7 @@ from kvist.store.election import Leadership
 from kvist.telemetry import logger
 from kvist_controller.cluster_state import build_cluster_state, is_usable, pool_uid, stored_spec
 from kvist_controller.fleet import DEATH_RETENTION_SECONDS, Death, Fleet, status_with_verdict
+from kvist_controller.orders import NodeOrders, Orders
 from kvist_controller.placement import SlotView, plan
 from kvist_controller.plain import to_struct
 from kvist_controller.pools import PoolSpec
@@ -57,19 +58,6 @@ class Clocks:
     unix: Callable[[], float] = time.time
 
 
-@dataclass(frozen=True, slots=True)
-class NodeOrders:
-    """What a node shall run.
-
-    Attributes:
-        number: Grows with each change.
-        workers: Specifications of all slots, by UID.
-    """
-
-    number: int = 0
-    workers: tuple[WorkerSpec, ...] = ()
-
-
 class Controller:
     """Leads one cluster for as long as its leadership lasts."""
 
@@ -97,7 +85,7 @@ class Controller:
         self._silence = silence or Silence()
         self._presence = Presence(times)
         self._fleet = Fleet(keys=self._keys, hash_seed=0, presence=self._presence)
-        self._orders: dict[str, NodeOrders] = {}
+        self._orders = Orders()
         self._published = published or PublishedState()
         self._state_bytes = b""
         self._wake = asyncio.Event()
@@ -319,7 +307,12 @@ class Controller:
 
     def orders(self, node_uid: str) -> NodeOrders:
         """What a node shall run."""
-        return self._orders.get(node_uid, NodeOrders())
+        return self._orders.of(node_uid)
+
+    @property
+    def strange_workers(self) -> int:
+        """Workers of another store that are left alone, since this one has no resource."""
+        return self._orders.strange_workers
 
     def verdicts(self, node_uid: str) -> list[WorkerVerdict]:
         """What the controller thinks of a node's workers."""
@@ -379,7 +372,9 @@ class Controller:
         if is_news:
             self._state_bytes = encoded
             self._publish(state, revision=revision)
-        self._give_orders()
+        # After the write, so that no worker runs that the store does not know.
+        self._orders.renew(self._fleet, has_resources=bool(self.services))
+        self.order_changes.announce()
 
     def _reconcile_service(self, service: ServiceRecord, *, silent: frozenset[str], now_seconds: float) -> None:
         spec = stored_spec(service)
@@ -574,18 +569,6 @@ class Controller:
 
     def _publish(self, state: ClusterState, *, revision: int) -> None:
         self._published.offer(state, store_epoch=self._store.epoch, revision=revision)
-
-    def _give_orders(self) -> None:
-        """Tells agents what to run; after the write, so that no worker runs that the store does not know."""
-        wanted: dict[str, list[WorkerSpec]] = {uid: [] for uid in self._fleet.nodes}
-        for slot in sorted(self._fleet.slots.values(), key=lambda slot: slot.uid):
-            if not slot.is_draining:
-                wanted.setdefault(slot.node_uid, []).append(slot.spec)
-        for node_uid, workers in wanted.items():
-            present = self.orders(node_uid)
-            if present.number == 0 or present.workers != tuple(workers):
-                self._orders[node_uid] = NodeOrders(present.number + 1, tuple(workers))
-        self.order_changes.announce()
 
 
 def _problem(slot: SlotRecord, silent: frozenset[str]) -> str:

@@ -42,6 +42,8 @@ class Death:
 class _NodeNews:
     load: NodeLoad | None = None
     heard_at_unix_seconds: float = 0.0
+    # Workers that were started for another store.
+    strange_workers: frozenset[str] = frozenset()
 
 
 class Fleet:
@@ -86,6 +88,9 @@ class Fleet:
         if load is not None:
             news.load = load
         stated = {status.spec.worker_uid: status for status in statuses}
+        news.strange_workers = frozenset(
+            uid for uid, status in stated.items() if uid not in self.slots and status.spec.hash_seed != self._hash_seed
+        )
         for slot in [slot for slot in self.slots.values() if slot.node_uid == node_uid]:
             status = stated.get(slot.uid)
             if status is not None and status.dead_incarnation:
@@ -173,6 +178,15 @@ class Fleet:
                 del self.deaths[uid]
 
     # What is seen.
+
+    def is_heard(self, node_uid: str) -> bool:
+        """Whether the node's agent has stated its workers to this leader."""
+        return node_uid in self._news
+
+    def strange_workers(self, node_uid: str) -> frozenset[str]:
+        """Workers of a node that were started for a store with another hash seed."""
+        news = self._news.get(node_uid)
+        return frozenset() if news is None else news.strange_workers
 
     def dead_incarnations(self) -> Mapping[str, int]:
         """Closed incarnations by worker UID."""

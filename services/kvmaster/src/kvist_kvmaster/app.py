@@ -111,10 +111,14 @@ async def _serve(process: Process[KvMasterSettings], index: _core.IndexService) 
                 _log.error("cluster_state_refused", revision=state.version.revision, reason=str(failure))
                 return
             if not applied and state.version != applied_version:
-                ignored.labels("older").inc()
+                # A newer one that is not taken up is of a store that knows none of the workers.
+                is_newer = state.version.store_epoch > applied_version.store_epoch
+                ignored.labels("held" if is_newer else "older").inc()
                 _log.warning(
                     "cluster_state_ignored",
+                    store_epoch=state.version.store_epoch,
                     revision=state.version.revision,
+                    applied_store_epoch=applied_version.store_epoch,
                     applied_revision=applied_version.revision,
                 )
             if applied:

@@ -150,7 +150,8 @@ class StateReceiver:
         if applied:
             self._applied = state.version
         elif state.version != self._applied:
-            # A controller that lags, or a store that was put back without `kvist store declare-restored`.
+            # A controller that lags, a store that was put back without `kvist store declare-restored`, or an empty one:
+            # its state is held back by the data plane while workers answer that it does not know.
             _log.warning(
                 "cluster_state_ignored",
                 store_epoch=state.version.store_epoch,
