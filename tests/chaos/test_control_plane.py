@@ -1,10 +1,10 @@
 """Parts of the mesh fail, one after another, while streaming requests run: each request has exactly one outcome.
 
 Real processes on loopback: three etcd members, NATS, two controllers, two KV masters, two routers, two agents, four
-simulated workers. Limits in seconds are those of docs/reference/failover.md on a machine that has nothing else to do;
-on a busy one they grow as the share that others leave shrinks. With `KVIST_CHAOS_OUTAGE_SECONDS` all faults are tried,
-and outages of the store and the bus last so long; without it the shorter ones. `KVIST_FAILOVER_RESULTS` names a file
-for the measured times.
+simulated workers, and links that a toxiproxy makes ill. Limits in seconds are those of docs/reference/failover.md on a
+machine that has nothing else to do; on a busy one they grow as the share that others leave shrinks. With
+`KVIST_CHAOS_OUTAGE_SECONDS` all faults are tried, and outages of the store and the bus last so long; without it the
+shorter ones. `KVIST_FAILOVER_RESULTS` names a file for the measured times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.control_mesh import CONTROLLER_KEY, KVMASTER_KEY, ROUTERS, ControlM
 from support.engine_record import check_outcomes, read_engine_records
 from support.failover import LIMIT_SECONDS, MODEL, Form, Scene
 from support.failover_results import write_results
-from support.faults import controllers, processes, stores
+from support.faults import controllers, etcd_links, processes, stores, worker_links
 from support.scrape import scrape
 from support.steady_load import SteadyLoad
 
@@ -43,9 +43,17 @@ CONTROL_PLANE_FAULTS: tuple[Fault, ...] = (
     stores.etcd_leader_is_killed,
     stores.etcd_leader_is_frozen,
     stores.etcd_is_away,
+    etcd_links.way_to_etcd_is_slow,
+    etcd_links.etcd_members_are_far_apart,
+    etcd_links.etcd_leader_is_cut_off_from_the_others,
+    etcd_links.leading_controller_reaches_only_a_cut_off_member,
+    etcd_links.leading_controller_is_refused_by_etcd,
     stores.nats_is_away,
     stores.nats_cannot_be_reached,
     processes.agent_is_killed,
+    # Of a router with clients of its own.
+    worker_links.worker_links_are_slow,
+    worker_links.worker_link_is_black_holed,
 )
 # What was on its way there is concerned. Clients try once more when a router breaks off.
 SERVING_FAULTS: tuple[Fault, ...] = (
@@ -61,6 +69,12 @@ SHORT: frozenset[Fault] = frozenset(
         stores.kvmaster_leader_is_frozen,
         stores.etcd_leader_is_killed,
         stores.etcd_is_away,
+        etcd_links.way_to_etcd_is_slow,
+        etcd_links.etcd_members_are_far_apart,
+        etcd_links.etcd_leader_is_cut_off_from_the_others,
+        etcd_links.leading_controller_reaches_only_a_cut_off_member,
+        worker_links.worker_links_are_slow,
+        worker_links.worker_link_is_black_holed,
         processes.worker_is_killed_before_its_first_token,
         processes.worker_is_killed_after_its_first_token,
         processes.router_is_killed,
@@ -86,7 +100,7 @@ async def test_each_request_has_one_outcome_whatever_fails(tmp_path: Path) -> No
         await _check_that_nothing_is_left(scene)
         _check_claims(mesh)
         # Requests of the steady load alone: others ask now and then whether somebody serves.
-        records = read_engine_records(mesh.record_folder, routers=ROUTERS)
+        records = read_engine_records(mesh.record_folder, routers=mesh.routers)
         asked = [record for record in records if record.request_id.startswith(load.prefix)]
         check_outcomes(load.outcomes, asked, killed_engines=scene.killed_engines)
         # Those whose text had begun at an engine that was killed, and no others.
@@ -133,7 +147,7 @@ async def _left(mesh: ControlMesh) -> dict[str, float]:
 def _check_claims(mesh: ControlMesh) -> None:
     """One leader at a time in the store's history: no claim was made while another one lived."""
     for key in (CONTROLLER_KEY, KVMASTER_KEY):
-        history = [(revision, value) for revision, claimed, value in mesh.claims if claimed == key]
+        history = mesh.claims_of(key)
         # A fence is the revision of a claim: none was given twice, and each is higher than those before.
         revisions = [revision for revision, _ in history]
         assert sorted(set(revisions)) == revisions

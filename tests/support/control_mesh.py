@@ -26,6 +26,7 @@ from support.etcd_process import EtcdCluster
 from support.fake_clock import FakeClock
 from support.mesh import CALL_SECONDS, Mesh, until
 from support.tcp_proxy import TcpProxy
+from support.toxiproxy import Link, Toxiproxy
 
 ROOT_KEY = "/kvist/default/v1/"
 CONTROLLER_KEY = f"{ROOT_KEY}elections/controller"
@@ -47,6 +48,11 @@ class ControlMesh(Mesh):
         # By what way agents, routers and KV masters reach each controller, and all of them NATS.
         self.controller_doors: dict[str, TcpProxy] = {}
         self.nats_door = TcpProxy(self.nats.port)
+        self.toxiproxy = Toxiproxy(folder)
+        # By what way each controller reaches each member of etcd.
+        self.etcd_links: dict[str, dict[str, Link]] = {}
+        # Of routers beside the usual two that clients have sent requests to.
+        self.further_routers: list[str] = []
         self.clocks: dict[str, FakeClock] = {}
         self._changes = 0
         # Up to where the store's history was seen.
@@ -86,7 +92,7 @@ class ControlMesh(Mesh):
     @property
     def routers(self) -> list[str]:
         """Names of the routers that clients send requests to."""
-        return list(ROUTERS)
+        return [*ROUTERS, *self.further_routers]
 
     def edges(self) -> list[str]:
         """Where clients send requests."""
@@ -107,9 +113,14 @@ class ControlMesh(Mesh):
                         self.seen_revision = batch.revision
             await asyncio.sleep(0.1)
 
+    def claims_of(self, key: str) -> list[tuple[int, str | None]]:
+        """Revision and value of each change of one election, as far as the store was seen."""
+        return [(revision, value) for revision, claimed, value in self.claims if claimed == key]
+
     def holder(self, key: str) -> str:
         """Who claims an election's key as far as the store was seen; empty for nobody."""
-        value = next((value for _, claimed, value in reversed(self.claims) if claimed == key), None)
+        claims = self.claims_of(key)
+        value = claims[-1][1] if claims else None
         if value is None:
             return ""
         return str(json.loads(value)["name"]) if value.startswith("{") else value
@@ -230,7 +241,8 @@ async def control_mesh(
     mesh = ControlMesh(folder)
     on_start(mesh)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(mesh.etcd.running())
+        toxiproxy = await stack.enter_async_context(mesh.toxiproxy)
+        await stack.enter_async_context(mesh.etcd.running(toxiproxy=toxiproxy))
         await mesh.nats.start()
         store = {"store.kind": "etcd", "store.etcd.endpoints": ",".join(mesh.etcd.endpoints)}
         watched = await stack.enter_async_context(EtcdStore(EtcdOptions(mesh.etcd.endpoints)))
@@ -243,9 +255,12 @@ async def control_mesh(
                 name = f"controller-{number}"
                 clock = FakeClock(folder / f"{name}.clock")
                 mesh.clocks[name] = clock
-                await mesh.start_service(
-                    name, "controller", store | lease | {"name": name}, environment=clock.environment
-                )
+                links = mesh.etcd_links[name] = {
+                    member: await toxiproxy.link(f"{name}-etcd-{member}", process.client_port)
+                    for member, process in mesh.etcd.members.items()
+                }
+                own = {"name": name, "store.etcd.endpoints": ",".join(link.address for link in links.values())}
+                await mesh.start_service(name, "controller", store | lease | own, environment=clock.environment)
                 door = TcpProxy(int(mesh.services[name].address.rpartition(":")[2]))
                 mesh.controller_doors[name] = await stack.enter_async_context(door)
             mesh.services["controller"] = mesh.services["controller-0"]

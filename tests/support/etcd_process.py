@@ -11,14 +11,18 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from kvist.etcd.api.rpc_pb2 import CompactionRequest, StatusRequest
 from kvist.etcd.api.rpc_pb2_grpc import KVStub, MaintenanceStub
 from kvist.grpc import open_channel
-from support.etcd_binary import find_etcd
+from support.go_server import ETCD
 from support.tcp_proxy import TcpProxy
+
+if TYPE_CHECKING:
+    from support.toxiproxy import Link, Toxiproxy
 
 START_TIME_LIMIT_SECONDS = 30
 LOG_CHARACTERS = 4_000
@@ -74,7 +78,7 @@ class EtcdProcess:
         with (self._folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    str(find_etcd(os.environ)),
+                    str(ETCD.find(os.environ)),
                     *("--name", self.name, "--data-dir", str(self._folder / self.name)),
                     *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
                     *("--listen-peer-urls", f"http://127.0.0.1:{self.peer_port}"),
@@ -148,12 +152,10 @@ class EtcdCluster:
             name: TcpProxy(pair[1], swallows=lambda port, name=name: self._is_cut(name, port))
             for name, pair in pairs.items()
         }
-        self._client_proxies = {
-            name: TcpProxy(pair[0], swallows=self._is_of_cut_client) for name, pair in pairs.items()
-        }
+        self._client_proxies = {name: TcpProxy(pair[0]) for name, pair in pairs.items()}
         self._owners: dict[int, str] = {}
-        self._cut_client: int | None = None
-        self._client_ports: dict[int, bool] = {}
+        # To each member from the others, where a test has asked for such links.
+        self.peer_links: dict[str, Link] = {}
         self.members: dict[str, EtcdProcess] = {}
 
     @property
@@ -162,9 +164,13 @@ class EtcdCluster:
         return tuple(f"127.0.0.1:{self._client_proxies[name].port}" for name in sorted(self._client_proxies))
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[EtcdCluster]:
-        """The cluster, for the length of a test."""
+    async def running(self, *, toxiproxy: Toxiproxy | None = None) -> AsyncIterator[EtcdCluster]:
+        """The cluster, for the length of a test. With a toxiproxy, links between members can also be slow."""
         async with contextlib.AsyncExitStack() as stack:
+            if toxiproxy is not None:
+                for name, proxy in self._peer_proxies.items():
+                    link = self.peer_links[name] = await toxiproxy.link(f"etcd-peer-{name}", proxy.upstream_port)
+                    proxy.upstream_port = link.port
             for proxy in (*self._peer_proxies.values(), *self._client_proxies.values()):
                 await stack.enter_async_context(proxy)
             urls = {name: f"http://127.0.0.1:{proxy.port}" for name, proxy in self._peer_proxies.items()}
@@ -193,15 +199,13 @@ class EtcdCluster:
         self._cut.add(name)
         self._client_proxies[name].is_cut = True
 
-    def isolate_client(self, process_id: int) -> None:
-        """Cuts a client off from all members."""
-        self._cut_client = process_id
+    def isolate_from_members(self, name: str) -> None:
+        """Cuts one member off from the others; clients reach it."""
+        self._cut.add(name)
 
     async def heal(self) -> None:
         """Ends all cuts."""
         self._cut.clear()
-        self._cut_client = None
-        self._client_ports.clear()
         for proxy in (*self._peer_proxies.values(), *self._client_proxies.values()):
             await proxy.heal()
 
@@ -209,15 +213,6 @@ class EtcdCluster:
         if not self._cut:
             return False
         return target in self._cut or self._owner(source_port) in self._cut
-
-    def _is_of_cut_client(self, source_port: int) -> bool:
-        if self._cut_client is None:
-            return False
-        if source_port not in self._client_ports:
-            # Also IPv4 in a socket for both, as clients of gRPC have it.
-            connections = psutil.Process(self._cut_client).net_connections("tcp")
-            self._client_ports[source_port] = any(source_port == connection.laddr.port for connection in connections)
-        return self._client_ports[source_port]
 
     def _owner(self, port: int) -> str:
         """The member that a connection comes from."""

@@ -1,6 +1,7 @@
 """A proxy of TCP connections that can swallow what goes through it, as a network that is cut does.
 
 A connection that has lost bytes stays open and silent, and is closed when the network heals, for its stream has a hole.
+Slow and narrow links are toxiproxy's (`toxiproxy.py`, which says what it cannot do).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ async def leader_is_paused(scene: Scene) -> None:
     """It wakes up after its lease, with heartbeats of agents in its sockets, and finds out before it acts."""
     mesh = scene.mesh
     old = mesh.holder(CONTROLLER_KEY)
-    claimed_at = next(revision for revision, key, _ in reversed(mesh.claims) if key == CONTROLLER_KEY)
+    claimed_at = mesh.claims_of(CONTROLLER_KEY)[-1][0]
     limit = scene.form.controller_lease_seconds + 2
     async with scene.step("controller leader frozen: another one leads", limit_seconds=limit) as step:
         mesh.send(old, signal.SIGSTOP)
@@ -59,19 +59,23 @@ async def leader_is_paused(scene: Scene) -> None:
             mesh.send(old, signal.SIGCONT)
     log = mesh.folder / f"{old}.log"
     await scene.until_true("the old leader has noticed", lambda: "leadership_lost" in log.read_text())
-    # It answers as a standby: it passes on what only the leader knows.
+    await until_it_stands_by(mesh, old)
+    assert new == mesh.holder(CONTROLLER_KEY), "the old leader took the lead back"
+    assert before <= mesh.state.version.revision
+    await check_that_late_writes_fail(mesh, claimed_at)
+
+
+async def until_it_stands_by(mesh: ControlMesh, name: str) -> None:
+    """The controller answers as a standby: it passes on what only the leader knows."""
     async with asyncio.timeout(LIMIT_SECONDS):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                if len(await _nodes(mesh, old)) == len(mesh.agents):
-                    break
+                if len(await _nodes(mesh, name)) == len(mesh.agents):
+                    return
             await asyncio.sleep(0.1)
-    assert new == mesh.holder(CONTROLLER_KEY), "the old leader took the lead back"
-    assert before <= mesh.state.version.revision
-    await _check_that_late_writes_fail(mesh, claimed_at)
 
 
-async def _check_that_late_writes_fail(mesh: ControlMesh, claimed_at: int) -> None:
+async def check_that_late_writes_fail(mesh: ControlMesh, claimed_at: int) -> None:
     """What the old leader would have said late is refused by the store, and by an agent."""
     key = f"{ROOT_KEY}test/late"
     async with EtcdStore(EtcdOptions(mesh.etcd.endpoints)) as store:
@@ -109,7 +113,7 @@ async def clock_jumps(scene: Scene) -> None:
     """An hour forward, then an hour back behind the right time: leases are of another clock."""
     mesh = scene.mesh
     leader = mesh.holder(CONTROLLER_KEY)
-    claims = len(mesh.claims)
+    claims = mesh.claims_of(CONTROLLER_KEY)
     for seconds, word in ((CLOCK_JUMP_SECONDS, "forward"), (-CLOCK_JUMP_SECONDS, "back")):
         async with scene.step(f"the leader's clock jumps {word} by 1 h: a change arrives", limit_seconds=5) as step:
             mesh.clocks[leader].turn(seconds=seconds)
@@ -121,9 +125,7 @@ async def clock_jumps(scene: Scene) -> None:
         # What a lease measured by this clock would not have survived.
         await asyncio.sleep(scene.form.controller_lease_seconds + 1)
     mesh.clocks[leader].turn(seconds=0)
-    assert claims == len([claim for claim in mesh.claims if claim[1] == CONTROLLER_KEY]) + len(
-        [claim for claim in mesh.claims[:claims] if claim[1] != CONTROLLER_KEY]
-    ), "the lead changed hands"
+    assert claims == mesh.claims_of(CONTROLLER_KEY), "the lead changed hands"
     assert all(node.present for node in await _nodes(mesh, leader))
 
 
@@ -142,7 +144,8 @@ async def history_is_cut_while_a_standby_is_away(scene: Scene) -> None:
     mesh = scene.mesh
     leader = mesh.holder(CONTROLLER_KEY)
     standby = next(name for name in mesh.clocks if name != leader)
-    mesh.etcd.isolate_client(mesh.services[standby].process_id)
+    links = mesh.etcd_links[standby].values()
+    await asyncio.gather(*(link.black_hole() for link in links))
     for _ in range(3):
         await scene.change()
     # All of it, but for what the test itself has not seen.
@@ -153,7 +156,7 @@ async def history_is_cut_while_a_standby_is_away(scene: Scene) -> None:
     assert behind != mesh.alias
     limit = 10.0
     async with scene.step("etcd compacted while a controller was away: it is current", limit_seconds=limit) as step:
-        await mesh.etcd.heal()
+        await asyncio.gather(*(link.heal() for link in links))
         step.begin()
         async with asyncio.timeout(LIMIT_SECONDS):
             while await _alias(mesh, standby) != mesh.alias:
