@@ -17,6 +17,7 @@ from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.grpc import open_channel
 from kvist.manifest import to_resource
+from support.engine_record import check_outcomes, read_engine_records
 from support.failover import LIMIT_SECONDS, MODEL, Form, Measurement
 from support.failover_results import add_results
 from support.faults.controllers import until_served
@@ -32,6 +33,8 @@ pytestmark = [
 ]
 
 WORKERS = 2
+# As a router calls itself that is given no name.
+ROUTER = "router-0"
 # Of the log of changes, which then is larger than any other file that the controller writes.
 LEAST_LOG_BYTES = 1_500_000
 UNLIMITED = psutil.RLIM_INFINITY
@@ -40,7 +43,8 @@ UNLIMITED = psutil.RLIM_INFINITY
 async def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     mesh = Mesh(tmp_path)
     async with running_mesh(mesh, agents=1):
-        change = Changes(mesh)
+        record_folder = tmp_path / "engines"
+        change = Changes(mesh, record_folder)
         await change.apply()
         await until("all workers are there", lambda: mesh.sees_workers(WORKERS))
         edge = str(mesh.services["router"].addresses["http_address"])
@@ -76,14 +80,19 @@ async def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
                 step.end()
         assert [] == load.bad()
         assert workers == [(worker.target.worker_uid, worker.incarnation) for worker in mesh.state.workers]
+        # Requests of the load alone: others asked whether somebody serves.
+        records = read_engine_records(record_folder, routers=[ROUTER])
+        asked = [record for record in records if record.request_id.startswith(load.prefix)]
+        check_outcomes(load.outcomes, asked)
     add_results(measurement)
 
 
 class Changes:
     """Applies a model service, with something new each time."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, record_folder: Path) -> None:
         self._mesh = mesh
+        self._arguments = {"decodeStepMs": 15, "recordFolder": str(record_folder)}
         self._number = 0
 
     async def apply(self) -> None:
@@ -93,7 +102,7 @@ class Changes:
             "kind": "ModelService",
             "metadata": {"name": MODEL},
             "spec": {
-                "engine": {"name": "sim", "arguments": {"decodeStepMs": 15}},
+                "engine": {"name": "sim", "arguments": self._arguments},
                 "replicas": WORKERS,
                 # A change of it restarts nothing.
                 "drainTimeout": f"{1_000 + self._number}ms",
