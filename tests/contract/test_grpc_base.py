@@ -177,14 +177,19 @@ async def test_a_taken_port_is_said(served) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(**limits: float) -> AsyncIterator[kvmaster_pb2_grpc.KvMasterServiceStub]:
+async def server_with(**limits: float) -> AsyncIterator[GrpcServer]:
     add = functools.partial(kvmaster_pb2_grpc.add_KvMasterServiceServicer_to_server, Servicer())
     registration = Registration(SERVICE, add)
     async with (
         asyncio.timeout(30),
         GrpcServer(ListenSettings(**limits), services=[registration], registry=CollectorRegistry()) as server,
-        open_channel(server.address, retries=False) as channel,
     ):
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def serving(**limits: float) -> AsyncIterator[kvmaster_pb2_grpc.KvMasterServiceStub]:
+    async with server_with(**limits) as server, open_channel(server.address, retries=False) as channel:
         yield kvmaster_pb2_grpc.KvMasterServiceStub(channel)
 
 
@@ -209,6 +214,32 @@ async def test_calls_of_one_method_are_bounded_and_the_others_go_on() -> None:
         for call in slow:
             call.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_connection_has_so_many_calls_open_and_others_are_not_concerned() -> None:
+    async with (
+        server_with(max_calls_at_once=16) as server,
+        open_channel(server.address, retries=False) as full,
+        open_channel(server.address, retries=False) as other,
+    ):
+        stub = kvmaster_pb2_grpc.KvMasterServiceStub(full)
+        health = health_pb2_grpc.HealthStub(full)
+        # Twice the room of a method; none of them has more than a host may have.
+        streams = [health.Watch(health_pb2.HealthCheckRequest(service="liveness")) for _ in range(12)]
+        streams += [stub.WatchSources(kvmaster_pb2.WatchSourcesRequest()) for _ in range(8)]
+        for stream in streams:
+            await stream.read()
+        slow = [stub.PutPrefix(named("slow")) for _ in range(12)]
+        # Its client holds it back.
+        waiting = asyncio.ensure_future(stub.Stats(kvmaster_pb2.StatsRequest()))
+        for _ in range(10):
+            answer = await kvmaster_pb2_grpc.KvMasterServiceStub(other).Stats(kvmaster_pb2.StatsRequest())
+            assert answer.index_bytes == 7
+        assert not waiting.done()
+        streams[0].cancel()
+        assert (await waiting).index_bytes == 7
+        for call in (*streams, *slow):
+            call.cancel()
 
 
 async def test_a_host_that_calls_too_often_is_told_to_come_back() -> None:

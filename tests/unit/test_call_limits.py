@@ -34,6 +34,21 @@ def test_each_method_has_room_of_its_own() -> None:
     assert is_taken(limits)
 
 
+def test_one_host_cannot_take_all_the_room() -> None:
+    limits = CallLimits(most_at_once=8, most_per_second=0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(limits.call("m", "greedy"))
+        assert not is_taken(limits, host="greedy")
+        assert is_taken(limits, "other", host="greedy")
+        for _ in range(2):
+            stack.enter_context(limits.call("m", "modest"))
+        # Now it is the room of all that is full.
+        assert not is_taken(limits, host="third")
+    assert is_taken(limits, host="greedy")
+    assert not limits._running_of_host
+
+
 def test_a_call_that_fails_gives_its_room_back() -> None:
     limits = CallLimits(most_at_once=1, most_per_second=0)
     with pytest.raises(ZeroDivisionError), limits.call("m", "a"):

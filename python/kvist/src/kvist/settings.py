@@ -114,7 +114,7 @@ class ListenSettings(DoorSettings):
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=64 * 1024)
     """Largest message taken or sent."""
     max_calls_at_once: int = Field(default=4_096, ge=16)
-    """Calls of one method that run at once; streams count for as long as they are open."""
+    """Calls of one method that run at once, three quarters of them from one host; streams count while they are open."""
     max_calls_per_second: float = Field(default=500.0, ge=0)
     """Calls of one method from one host in a second; 0 for no limit. Twice as many may come in a moment."""
 

@@ -1,4 +1,4 @@
-"""How many calls a server takes: of each method at once, and of each method from one host in a second.
+"""How many calls a server takes: of each method at once, over all hosts and from one, and from one host in a second.
 
 A caller that asks without end, by a fault or on purpose, is told to come back later, and the others notice nothing.
 What a call may hold is bounded by the largest message.
@@ -7,6 +7,7 @@ What a call may hold is bounded by the largest message.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -16,6 +17,9 @@ from kvist import errors
 
 # A host may ask so many seconds' worth of calls at once: all agents of a relaying controller come together.
 BURST_SECONDS = 2.0
+# A host may have so much of the room of a method: the rest is for others, whatever it does. Not less, for a controller
+# that stands by passes on the sessions of all of its agents.
+MOST_OF_ONE_HOST = 0.75
 # Hosts that are remembered; the one that was silent for the longest time is forgotten first.
 MOST_BUCKETS = 4_096
 
@@ -48,7 +52,10 @@ class CallLimits:
         self._most_at_once = most_at_once
         self._most_per_second = most_per_second
         self._clock = clock
+        self._most_of_one_host = math.ceil(most_at_once * MOST_OF_ONE_HOST)
         self._running: Counter[str] = Counter()
+        # By method and host; none that has no call.
+        self._running_of_host: Counter[tuple[str, str]] = Counter()
         self._buckets: OrderedDict[tuple[str, str], _Bucket] = OrderedDict()
 
     @contextlib.contextmanager
@@ -63,11 +70,22 @@ class CallLimits:
             raise errors.error(
                 "OVERLOADED", f"{self._most_at_once} calls of {method} run already", retry_after_seconds=1.0
             )
+        of_host = (method, host)
+        if self._running_of_host[of_host] >= self._most_of_one_host:
+            raise errors.error(
+                "OVERLOADED",
+                f"{self._most_of_one_host} calls of {method} from this host run already",
+                retry_after_seconds=1.0,
+            )
         self._running[method] += 1
+        self._running_of_host[of_host] += 1
         try:
             yield
         finally:
             self._running[method] -= 1
+            self._running_of_host[of_host] -= 1
+            if not self._running_of_host[of_host]:
+                del self._running_of_host[of_host]
 
     def _take(self, method: str, host: str) -> None:
         rate = self._most_per_second

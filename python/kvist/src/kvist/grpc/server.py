@@ -22,6 +22,8 @@ from kvist.settings import ListenSettings, is_loopback, join_address, split_addr
 # Clients ping every 30 s (see `client`); more often than this is refused.
 _LEAST_PING_INTERVAL_MS = 10_000
 _CLOSE_GRACE_SECONDS = 1.0
+# How many times the room of one method a connection may have open; further calls wait at its client.
+CALLS_OF_A_CONNECTION = 2
 # Whoever connects and then says nothing is shown out after this time.
 _HANDSHAKE_TIME_LIMIT_MS = 5_000
 
@@ -64,6 +66,7 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_INTERVAL_MS),
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", CALLS_OF_A_CONNECTION * settings.max_calls_at_once),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIME_LIMIT_MS),
             ],
         )
