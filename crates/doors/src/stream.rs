@@ -13,7 +13,7 @@ use tokio::{
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-use crate::Peer;
+use crate::{Caller, Peer};
 
 /// A connection, and who is on its other side.
 #[derive(Debug)]
@@ -45,10 +45,14 @@ impl DoorStream {
 }
 
 impl Connected for DoorStream {
-    type ConnectInfo = Peer;
+    type ConnectInfo = Caller;
 
-    fn connect_info(&self) -> Peer {
-        self.peer
+    fn connect_info(&self) -> Caller {
+        let socket = match &self.io {
+            Io::Plain(stream) => stream,
+            Io::Encrypted(stream) => stream.get_ref().0,
+        };
+        Caller { peer: self.peer, host: socket.peer_addr().ok().map(|address| address.ip()) }
     }
 }
 

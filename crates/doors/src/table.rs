@@ -125,3 +125,46 @@ pub fn allowed_roles(path: &str) -> Option<&'static [PeerRole]> {
     let (_, methods) = TABLE.iter().find(|(name, _)| *name == service)?;
     methods.iter().find(|(name, _)| *name == method).map(|(_, roles)| *roles)
 }
+
+/// Methods that are called for requests of clients, as often as those come.
+const OF_REQUESTS: &[(&str, &[&str])] = &[
+    ("kvist.router.v1.RouterService", &["Generate", "Embed", "Tokenize", "Detokenize", "Select", "Release"]),
+    ("kvist.engine.v1.EngineService", &["Connect", "PutPrompt", "GetResult", "Generate", "Embed", "Abort"]),
+];
+
+/// What a call of a path is counted as where callers are paced; none for one that is not.
+///
+/// A method that the table does not know is not there, and costs nothing.
+pub(crate) fn paced_method(path: &str) -> Option<&'static str> {
+    let (service, method) = path.strip_prefix('/').unwrap_or(path).split_once('/')?;
+    if service.starts_with("grpc.health.") {
+        return Some("grpc.health");
+    }
+    if service.starts_with("grpc.reflection.") {
+        return Some("grpc.reflection");
+    }
+    let is_of_requests = OF_REQUESTS.iter().any(|(name, methods)| *name == service && methods.contains(&method));
+    if is_of_requests {
+        return None;
+    }
+    table().find(|row| row.service == service && row.method == method).map(|row| row.method)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn methods_of_requests_are_methods_and_all_others_are_paced() {
+        for (service, methods) in OF_REQUESTS {
+            for method in *methods {
+                assert!(table().any(|row| row.service == *service && row.method == *method), "{service}/{method}");
+            }
+        }
+        let paced = table().filter(|row| paced_method(&format!("/{}/{}", row.service, row.method)).is_some());
+        let of_requests: usize = OF_REQUESTS.iter().map(|(_, methods)| methods.len()).sum();
+        assert_eq!(table().count() - of_requests, paced.count());
+        assert_eq!(None, paced_method("/kvist.router.v1.RouterService/New"));
+        assert_eq!(None, paced_method("nonsense"));
+    }
+}
