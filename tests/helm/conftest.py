@@ -131,6 +131,9 @@ def _pod(name: str) -> dict[str, Any]:
     }
 
 
+ROLES = ("router", "controller", "kvmaster", "agent", "worker", "operator")
+ROLE_TLS = {"tls": {"enabled": True, "roleSecrets": {role: f"{role}-tls" for role in ROLES}}}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "model services": {
@@ -158,6 +161,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tls": {"enabled": True, "existingSecret": "mesh-tls"},
         "modelServices": [SIM],
     },
+    "roles": {**ROLE_TLS, "modelServices": [SIM]},
     "TLS and several controllers": {
         "listenHost": "[::]",
         "tls": {"enabled": True, "existingSecret": "mesh-tls"},
@@ -283,6 +287,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+@pytest.fixture(scope="session")
+def role_tls() -> dict[str, Any]:
+    """Values that give each role a Secret of its own, named after it."""
+    return ROLE_TLS
 
 
 @pytest.fixture(params=VARIANTS, scope="session")

@@ -1,5 +1,6 @@
 """Every settings file of the chart is one that its process takes."""
 
+import copy
 import json
 import os
 import shutil
@@ -212,6 +213,39 @@ def test_with_tls_nobody_speaks_plain_text(helm, tmp_path):
     for process in MODELS:
         mounts = container_of(rendered, process)["volumeMounts"]
         assert {"name": "tls", "mountPath": "/etc/kvist-tls", "readOnly": True} in mounts
+
+
+def test_with_roles_each_process_shows_its_own_and_asks_for_those_of_others(helm, role_tls, tmp_path):
+    rendered = helm.render({**role_tls, "modelServices": [{"name": "sim", "spec": {"engine": {"name": "sim"}}}]})
+    router, controller, kvmaster, agent = (load_settings(rendered, process, tmp_path) for process in MODELS)
+    for door in (router, controller.grpc, kvmaster.grpc, agent.grpc):
+        files = (door.tls_certificate_file, door.tls_key_file, door.tls_client_ca_file)
+        assert [f"/etc/kvist-tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")] == [str(file) for file in files]
+    # Clients of models have certificates of nobody's here.
+    assert router.tls_client_optional
+    assert router.http_tls_client_ca_file is None
+    # An agent starts workers, and is none.
+    files = (agent.workers.tls_certificate_file, agent.workers.tls_key_file, agent.workers.tls_client_ca_file)
+    assert [f"/etc/kvist-worker-tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")] == [
+        str(file) for file in files
+    ]
+    for name, pod in rendered.pods():
+        component = name.removeprefix("mesh-kvist-")
+        if component == "nats":
+            continue
+        secrets = {
+            volume["name"]: volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume
+        }
+        # The Job and the test are no processes of the mesh.
+        role = component if component in MODELS else "operator"
+        assert secrets.pop("tls") == f"{role}-tls", name
+        assert secrets == ({"worker-tls": "worker-tls"} if component == "agent" else {}), name
+
+
+def test_a_kv_master_that_does_not_run_needs_no_certificate(helm, role_tls, tmp_path):
+    values = copy.deepcopy(role_tls) | {"kvmaster": {"enabled": False}}
+    del values["tls"]["roleSecrets"]["kvmaster"]
+    assert load_settings(helm.render(values), "router", tmp_path).kvmasters == ()
 
 
 def test_with_tls_all_are_called_by_names_that_a_certificate_can_bear(helm, tmp_path):

@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from kvist.controller.v1 import controller_pb2, controller_pb2_grpc
 from kvist.settings import load
 from kvist_worker.settings import WorkerSettings
+from support.certificates import authority, files_of
 
 TIME_LIMIT_SECONDS = 60
 SIM = {"name": "sim", "labels": {"team": "search"}, "spec": {"engine": {"name": "sim"}, "replicas": 2}}
@@ -110,10 +111,13 @@ class RecordingController(controller_pb2_grpc.ControllerServiceServicer):
 
 
 @contextlib.contextmanager
-def serving(controller):
+def serving(controller, *, credentials=None):
     server = grpc.server(futures.ThreadPoolExecutor(2))
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(controller, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -173,6 +177,29 @@ def test_the_job_verifies_the_controller_when_there_is_tls(helm):
     (container,) = job_of(helm.render(values))["spec"]["template"]["spec"]["containers"]
     assert container["args"][-1] == "/etc/kvist-tls/ca.crt"
     assert {"name": "tls", "mountPath": "/etc/kvist-tls", "readOnly": True} in container["volumeMounts"]
+
+
+def test_with_roles_the_job_is_an_operator(helm, role_tls, tmp_path):
+    rendered = helm.render({**role_tls, "modelServices": [SIM]})
+    (container,) = job_of(rendered)["spec"]["template"]["spec"]["containers"]
+    names = [argument.removeprefix("/etc/kvist-tls/") for argument in container["args"][2:]]
+    assert names == ["ca.crt", "tls.crt", "tls.key"]
+    pki = authority(tmp_path / "pki")
+    server = files_of(pki, "controller")
+    credentials = grpc.ssl_server_credentials(
+        [(server.key_file.read_bytes(), server.certificate_file.read_bytes())],
+        root_certificates=server.ca_file.read_bytes(),
+        require_client_auth=True,
+    )
+    operator = files_of(pki, "operator")
+    files = dict(zip(names, (operator.ca_file, operator.certificate_file, operator.key_file), strict=True))
+    unpack(rendered, "model-services", tmp_path)
+    controller = RecordingController()
+    with serving(controller, credentials=credentials) as address:
+        program, resources = tmp_path / "apply_model_services.py", tmp_path / "model-services.json"
+        process, _, errors = run(program, resources, address, *files.values())
+    assert (process.returncode, errors) == (0, "")
+    assert ["sim"] == [resource.metadata.name for resource in controller.applied]
 
 
 class Answering(BaseHTTPRequestHandler):

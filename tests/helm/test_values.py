@@ -55,6 +55,13 @@ REFUSED = {
     "a user of etcd without a password": (etcd(username="kvist"), "passwordSecret go together"),
     "a certificate for etcd from nowhere": (etcd(tls={"clientCertificate": True}), "needs store.etcd.tls"),
     "TLS without a secret": ({"tls": {"enabled": True}}, "tls.existingSecret"),
+    "roles without TLS": ({"tls": {"roleSecrets": {"router": "a"}}}, "needs tls.enabled"),
+    "one role alone": ({"tls": {"enabled": True, "roleSecrets": {"router": "a"}}}, "tls.roleSecrets.agent is missing"),
+    "a secret for all and for each": (
+        {"tls": {"enabled": True, "existingSecret": "a", "roleSecrets": {"router": "b"}}},
+        "give one of the two",
+    ),
+    "a role that there is not": ({"tls": {"roleSecrets": {"client": "a"}}}, "'client' not allowed"),
 }
 
 

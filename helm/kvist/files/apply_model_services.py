@@ -1,4 +1,4 @@
-"""Applies model services to a controller: `apply_model_services.py FILE HOST:PORT [CA_FILE]`.
+"""Applies model services: `apply_model_services.py FILE HOST:PORT [CA_FILE [CERTIFICATE_FILE KEY_FILE]]`.
 
 Ends with 1 at the first one that is refused, with the path of each wrong field, or when no controller answers in time.
 """
@@ -6,6 +6,7 @@ Ends with 1 at the first one that is refused, with the path of each wrong field,
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -19,11 +20,12 @@ from kvist.controller.v1 import controller_pb2, controller_pb2_grpc
 TIME_LIMIT_SECONDS = 240.0
 
 
-def open_channel(address: str, ca_file: str | None) -> grpc.Channel:
-    """A channel with TLS when there is a file of authorities."""
-    if ca_file is None:
+def open_channel(address: str, files: Sequence[str]) -> grpc.Channel:
+    """A channel with TLS when there is a file of authorities, and with a certificate of its own when there is one."""
+    if not files:
         return grpc.insecure_channel(address)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(Path(ca_file).read_bytes()))
+    authorities, certificate, key = (*(Path(file).read_bytes() for file in files), None, None)[:3]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(authorities, key, certificate))
 
 
 def reasons(error: grpc.RpcError) -> list[str]:
@@ -37,9 +39,9 @@ def reasons(error: grpc.RpcError) -> list[str]:
     return lines
 
 
-def main(file: str, address: str, ca_file: str | None = None) -> int:
+def main(file: str, address: str, *tls_files: str) -> int:
     """Applies all resources of a JSON file and returns the exit code."""
-    with open_channel(address, ca_file) as channel:
+    with open_channel(address, tls_files) as channel:
         controller = controller_pb2_grpc.ControllerServiceStub(channel)
         for plain in json.loads(Path(file).read_text()):
             name = plain["metadata"]["name"]

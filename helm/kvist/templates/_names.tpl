@@ -84,3 +84,19 @@ as `*.<domain>`.
 {{- define "kvist.kvmasterAddress" -}}
 {{- printf "%s-kvmaster.%s.svc:7200" (include "kvist.fullname" .) .Release.Namespace -}}
 {{- end -}}
+
+{{/* Whether each role has a certificate of its own; empty when not. Argument: the root. */}}
+{{- define "kvist.hasRoles" -}}
+{{- if and .Values.tls.enabled (compact (values .Values.tls.roleSecrets)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the certificate of a component; what is no process of the mesh is an operator. Argument: root, component. */}}
+{{- define "kvist.tlsSecret" -}}
+{{- if include "kvist.hasRoles" .root -}}
+{{- get .root.Values.tls.roleSecrets .component | default .root.Values.tls.roleSecrets.operator -}}
+{{- else -}}
+{{- .root.Values.tls.existingSecret -}}
+{{- end -}}
+{{- end -}}

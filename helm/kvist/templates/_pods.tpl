@@ -79,7 +79,7 @@ readinessProbe:
 {{- if and .tls .root.Values.tls.enabled }}
 - name: tls
   secret:
-    secretName: {{ .root.Values.tls.existingSecret }}
+    secretName: {{ include "kvist.tlsSecret" . }}
 {{- end }}
 {{- end -}}
 

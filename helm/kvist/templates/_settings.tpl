@@ -16,13 +16,31 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- dict "urls" $urls | toYaml -}}
 {{- end -}}
 
-{{/* The door of a server: its certificate, or that it speaks plain text. Argument: the root. */}}
-{{- define "kvist.door" -}}
-{{- if .Values.tls.enabled -}}
-{{- dict "tls_certificate_file" "/etc/kvist-tls/tls.crt" "tls_key_file" "/etc/kvist-tls/tls.key" | toYaml -}}
+{{/*
+The door of a server: its certificate, and with roles the authorities of those who may call, or that it speaks plain text.
+Argument: root, folder of the certificate.
+*/}}
+{{- define "kvist.doorOf" -}}
+{{- if .root.Values.tls.enabled -}}
+{{- $door := dict "tls_certificate_file" (printf "%s/tls.crt" .folder) "tls_key_file" (printf "%s/tls.key" .folder) -}}
+{{- if include "kvist.hasRoles" .root -}}
+{{- $_ := set $door "tls_client_ca_file" (printf "%s/ca.crt" .folder) -}}
+{{- end -}}
+{{- toYaml $door -}}
 {{- else -}}
 {{- dict "insecure" true | toYaml -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The door of a process. Argument: the root. */}}
+{{- define "kvist.door" -}}
+{{- include "kvist.doorOf" (dict "root" . "folder" "/etc/kvist-tls") -}}
+{{- end -}}
+
+{{/* The door of workers, whose role is not that of the agent in whose pod they live. Argument: the root. */}}
+{{- define "kvist.workerDoor" -}}
+{{- $folder := ternary "/etc/kvist-worker-tls" "/etc/kvist-tls" (not (empty (include "kvist.hasRoles" .))) -}}
+{{- include "kvist.doorOf" (dict "root" . "folder" $folder) -}}
 {{- end -}}
 
 {{/* Where a gRPC server listens. Argument: root, port. */}}
@@ -73,6 +91,10 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
 {{- $own = merge $own (include "kvist.door" . | fromYaml) (include "kvist.caller" . | fromYaml) -}}
+{{- if include "kvist.hasRoles" . -}}
+{{- /* Clients of gRPC have no certificate of this mesh, as those of the HTTP edge have none: API keys say who they are. */}}
+{{- $_ := set $own "tls_client_optional" true -}}
+{{- end -}}
 {{- if .Values.kvmaster.enabled -}}
 {{- $_ := set $own "kvmasters" (list (include "kvist.kvmasterAddress" .)) -}}
 {{- end -}}
@@ -121,7 +143,7 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
     "command" (list "python" "/etc/kvist-worker/start_worker.py")
     "stop_on_exit" true
     "listen_host" (trimAll "[]" .Values.listenHost)
-  ) (include "kvist.door" . | fromYaml))
+  ) (include "kvist.workerDoor" . | fromYaml))
   "telemetry" (include "kvist.telemetry" . | fromYaml)
 -}}
 {{- $own = merge $own (include "kvist.caller" . | fromYaml) -}}
