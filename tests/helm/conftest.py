@@ -156,6 +156,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         ]
     },
     "external NATS": {"nats": {"bundled": False, "urls": ["nats://nats-0.msg.svc:4222", "nats://nats-1.msg.svc:4222"]}},
+    "locked NATS": {
+        "nats": {
+            "bundled": False,
+            "urls": ["tls://nats.msg.svc:4222"],
+            "caSecret": "nats-ca",
+            "credentialsSecret": "nats-creds",
+        }
+    },
     "no events": {"nats": {"bundled": False}, "kvmaster": {"enabled": False}},
     "TLS": {
         "tls": {"enabled": True, "existingSecret": "mesh-tls"},

@@ -284,6 +284,27 @@ def test_a_secret_may_replace_a_setting_by_environment(helm, tmp_path):
     assert load_settings(rendered, "router", tmp_path).bus.urls == ("nats://user:secret@nats:4222",)
 
 
+@pytest.mark.parametrize("process", ["router", "kvmaster", "agent"])
+def test_whoever_speaks_nats_has_its_own_credentials(helm, tmp_path, process):
+    servers = {"bundled": False, "urls": ["tls://nats.msg.svc:4222"]}
+    rendered = helm.render({"nats": {**servers, "caSecret": "nats-ca", "credentialsSecret": "nats-creds"}})
+    bus = load_settings(rendered, process, tmp_path).bus
+    assert [str(bus.tls_ca_file), str(bus.credentials_file)] == ["/etc/kvist-nats/ca.crt", "/etc/kvist-nats/bus.creds"]
+    (volume,) = [volume for volume in volumes_of(rendered, process) if volume["name"] == "nats"]
+    assert [source["secret"] for source in volume["projected"]["sources"]] == [
+        {"name": "nats-ca", "items": [{"key": "ca.crt", "path": "ca.crt"}]},
+        {"name": "nats-creds", "items": [{"key": f"{process}.creds", "path": "bus.creds"}]},
+    ]
+    only_tls = load_settings(helm.render({"nats": {**servers, "caSecret": "nats-ca"}}), process, tmp_path).bus
+    assert only_tls.credentials_file is None
+    assert "nats" not in {volume["name"] for volume in volumes_of(rendered, "controller")}
+
+
+def volumes_of(rendered, process):
+    kind = "DaemonSet" if process == "agent" else "Deployment"
+    return rendered.one(kind, process)["spec"]["template"]["spec"]["volumes"]
+
+
 @pytest.mark.parametrize("listen_host", ["0.0.0.0", "[::]"])  # noqa: S104
 def test_nats_takes_its_configuration(helm, tmp_path, listen_host):
     server = shutil.which("nats-server", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

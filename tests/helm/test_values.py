@@ -47,6 +47,8 @@ REFUSED = {
     "a duration without a unit": (sim(drainTimeout="30"), "does not match pattern"),
     "a model service given twice": ({"modelServices": [SIM, SIM]}, "sim is given more than once"),
     "two kinds of NATS": ({"nats": {"urls": ["nats://a:4222"]}}, "set nats.bundled to false"),
+    "credentials for the bundled NATS": ({"nats": {"credentialsSecret": "creds"}}, "servers of your own"),
+    "an authority of the bundled NATS": ({"nats": {"caSecret": "ca"}}, "servers of your own"),
     "a KV master without NATS": ({"nats": {"bundled": False}}, "the KV master needs NATS"),
     "two controllers on one file": ({"controller": {"replicas": 2}}, "needs store.kind etcd"),
     "two KV masters on one file": ({"kvmaster": {"replicas": 2}}, "needs store.kind etcd"),

@@ -69,6 +69,13 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
+{{/* Whether a component speaks NATS with files of its own; empty when not. Argument: root, component. */}}
+{{- define "kvist.hasNatsFiles" -}}
+{{- if and (has .component (list "router" "kvmaster" "agent")) (or .root.Values.nats.caSecret .root.Values.nats.credentialsSecret) -}}
+true
+{{- end -}}
+{{- end -}}
+
 {{/* Volumes that every process has. Argument: root, component, tls. */}}
 {{- define "kvist.volumes" -}}
 - name: settings
@@ -81,14 +88,32 @@ readinessProbe:
   secret:
     secretName: {{ include "kvist.tlsSecret" . }}
 {{- end }}
+{{- if include "kvist.hasNatsFiles" . }}
+- name: nats
+  projected:
+    sources:
+      {{- with .root.Values.nats.caSecret }}
+      - secret:
+          name: {{ . }}
+          items: [{key: ca.crt, path: ca.crt}]
+      {{- end }}
+      {{- with .root.Values.nats.credentialsSecret }}
+      - secret:
+          name: {{ . }}
+          items: [{key: {{ $.component }}.creds, path: bus.creds}]
+      {{- end }}
+{{- end }}
 {{- end -}}
 
-{{/* Where they are mounted. Argument: root, tls. */}}
+{{/* Where they are mounted. Argument: root, component, tls. */}}
 {{- define "kvist.volumeMounts" -}}
 - {name: settings, mountPath: /etc/kvist, readOnly: true}
 - {name: tmp, mountPath: /tmp}
 {{- if and .tls .root.Values.tls.enabled }}
 - {name: tls, mountPath: /etc/kvist-tls, readOnly: true}
+{{- end }}
+{{- if include "kvist.hasNatsFiles" . }}
+- {name: nats, mountPath: /etc/kvist-nats, readOnly: true}
 {{- end }}
 {{- end -}}
 

@@ -7,13 +7,20 @@ laid over it. Everything is a plain mapping rendered by toYaml, so quoting is ne
 {{- merge (dict "admin_listen" (printf "%s:9090" .Values.listenHost)) .Values.telemetry | toYaml -}}
 {{- end -}}
 
-{{/* NATS servers as YAML below the key `urls`. */}}
+{{/* How the bus is reached, as YAML. Argument: the root. */}}
 {{- define "kvist.bus" -}}
 {{- $urls := .Values.nats.urls -}}
 {{- if .Values.nats.bundled -}}
 {{- $urls = list (printf "nats://%s-nats.%s.svc:4222" (include "kvist.fullname" .) .Release.Namespace) -}}
 {{- end -}}
-{{- dict "urls" $urls | toYaml -}}
+{{- $bus := dict "urls" $urls -}}
+{{- if .Values.nats.caSecret -}}
+{{- $_ := set $bus "tls_ca_file" "/etc/kvist-nats/ca.crt" -}}
+{{- end -}}
+{{- if .Values.nats.credentialsSecret -}}
+{{- $_ := set $bus "credentials_file" "/etc/kvist-nats/bus.creds" -}}
+{{- end -}}
+{{- toYaml $bus -}}
 {{- end -}}
 
 {{/*
