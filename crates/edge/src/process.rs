@@ -137,8 +137,8 @@ impl RouterProcess {
         &self.core
     }
 
-    /// Takes up an encoded `ClusterState`; false when it is no newer than the present one. May be called from any
-    /// thread.
+    /// Takes up an encoded `ClusterState`; false when it is no newer than the present one, or is held back. May be called
+    /// from any thread.
     ///
     /// # Errors
     /// The state is invalid; the present one stays.

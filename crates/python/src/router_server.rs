@@ -44,7 +44,7 @@ impl RouterServer {
         Ok(addresses)
     }
 
-    /// Takes up an encoded `ClusterState`; false when it is no newer than the present one.
+    /// Takes up an encoded `ClusterState`; false when it is no newer than the present one, or is held back.
     fn apply_cluster_state(&self, py: Python<'_>, state: &[u8]) -> PyResult<bool> {
         self.with_process(py, |process| process.apply_cluster_state(state))?.map_err(|error| raise(&error))
     }

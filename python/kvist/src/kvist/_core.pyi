@@ -167,7 +167,7 @@ class IndexService:
     def start(self) -> None:
         """Subscribes; NATS may come later."""
     def apply_cluster_state(self, state: bytes) -> bool:
-        """Follows the workers of an encoded `ClusterState`; false when it is not newer than the last."""
+        """Follows the workers of an encoded `ClusterState`; false when it is not newer, or knows none of them."""
     def lookup(self, request: bytes) -> bytes:
         """Answers an encoded `LookupRequest` with an encoded `LookupResponse`, without `answered_by`."""
     def stats(self) -> bytes:
@@ -241,7 +241,7 @@ class RouterServer:
         Returns `http_address`, `grpc_address` and `admin_address` as JSON text.
         """
     def apply_cluster_state(self, state: bytes) -> bool:
-        """Takes up an encoded `ClusterState`; false when it is no newer than the present one."""
+        """Takes up an encoded `ClusterState`; false when it is no newer than the present one, or is held back."""
     def set_control_plane_connected(self, connected: bool) -> None:
         """Notes whether a controller can be reached."""
     def status(self) -> str:

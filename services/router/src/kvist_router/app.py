@@ -104,7 +104,7 @@ class DataPlane(Protocol):
     """What takes cluster states; `_core.RouterServer` is one."""
 
     def apply_cluster_state(self, state: bytes) -> bool:
-        """Applies a state; false when it is not newer than the present one."""
+        """Applies a state; false when it is not newer than the present one, or is held back."""
         ...
 
 
