@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvist.events.v1.events_pb2 import SOURCE_STATE_EXACT
 from kvist.grpc import open_channel
 from kvist.kvmaster.v1.kvmaster_pb2_grpc import KvMasterServiceStub
 from kvist.router.v1.router_pb2_grpc import RouterServiceStub
+from support.etcd_process import etcd_process
 from support.failover import MODEL
 from support.faults.controllers import until_served
 from support.mesh import LIMIT_SECONDS, Mesh, running_mesh, until
@@ -31,7 +33,7 @@ async def test_an_empty_store_ends_nothing_until_somebody_says_what_shall_run(tm
     data = tmp_path / "data"
     data.mkdir()
     async with running_mesh(mesh, agents=1, controller={"store.path": data / "state.sqlite"}):
-        await mesh.apply(replicas=WORKERS, engine_arguments=ENGINE_ARGUMENTS)
+        await _apply(mesh, replicas=WORKERS)
         await until("all workers are there", lambda: mesh.sees_workers(WORKERS))
         edge = str(mesh.services["router"].addresses["http_address"])
         await until_served(edge)
@@ -56,7 +58,7 @@ async def test_an_empty_store_ends_nothing_until_somebody_says_what_shall_run(tm
             # Somebody has found the right data folder: all is as it was, and changes are taken.
             await _restart_with_other_data(mesh, data, keep_as=tmp_path / "empty", data=tmp_path / "kept")
             await until("the store is back", lambda: mesh.state.version.store_epoch == epoch)
-            await mesh.apply(replicas=WORKERS + 1, engine_arguments=ENGINE_ARGUMENTS)
+            await _apply(mesh, replicas=WORKERS + 1)
             await until("the change is made", lambda: mesh.sees_workers(WORKERS + 1))
             await _until_metrics(mesh, {"controller": (STRANGE, 0), "router": (HELD, 0)})
             await _until_indexes_are_exact(mesh, WORKERS + 1)
@@ -68,12 +70,55 @@ async def test_an_empty_store_ends_nothing_until_somebody_says_what_shall_run(tm
         # It happens again, and this time a new beginning is meant.
         await _restart_with_other_data(mesh, data, keep_as=tmp_path / "given-up")
         await _until_metrics(mesh, {"controller": (STRANGE, WORKERS + 1), "router": (HELD, 1)})
-        await mesh.apply(replicas=1, engine_arguments=ENGINE_ARGUMENTS)
+        await _apply(mesh, replicas=1)
         await until("there is a new worker", lambda: mesh.sees_workers(1))
         assert mesh.state.workers[0].target.worker_uid not in now
         await _until_metrics(mesh, {"controller": (STRANGE, 0), "router": (HELD, 0)})
         await until_served(edge)
         await _until_indexes_are_exact(mesh, 1)
+
+
+async def test_an_etcd_that_comes_up_empty_below_a_running_controller_ends_nothing(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path)
+    with etcd_process(tmp_path) as etcd:
+        settings = {"store.kind": "etcd", "store.etcd.endpoints": etcd.address}
+        async with running_mesh(mesh, agents=1, controller=settings):
+            await _apply(mesh, replicas=WORKERS)
+            await until("all workers are there", lambda: mesh.sees_workers(WORKERS))
+            edge = str(mesh.services["router"].addresses["http_address"])
+            await until_served(edge)
+            old = {uid: worker.process_id for uid, worker in (await mesh.workers()).items()}
+            load = SteadyLoad(lambda: [edge], MODEL)
+            async with load.running():
+                etcd.kill()
+                (tmp_path / etcd.name).rename(tmp_path / "kept")
+                etcd.start()
+                await _until_metrics(mesh, {"controller": (STRANGE, WORKERS), "router": (HELD, 1)})
+                await load.until_finished(25, limit_seconds=LIMIT_SECONDS)
+                etcd.kill()
+                (tmp_path / etcd.name).rename(tmp_path / "empty")
+                (tmp_path / "kept").rename(tmp_path / etcd.name)
+                etcd.start()
+                await until("the store is back", lambda: mesh.sees_workers(WORKERS))
+                await _until_metrics(mesh, {"controller": (STRANGE, 0), "router": (HELD, 0)})
+                await _apply(mesh, replicas=WORKERS + 1)
+                await until("the change is made", lambda: mesh.sees_workers(WORKERS + 1))
+                await load.until_finished(25, limit_seconds=LIMIT_SECONDS)
+            assert [] == load.bad()
+            now = {uid: worker.process_id for uid, worker in (await mesh.workers()).items()}
+            assert old == {uid: process_id for uid, process_id in now.items() if uid in old}
+
+
+async def _apply(mesh: Mesh, *, replicas: int) -> None:
+    """Applies the model service as soon as somebody leads."""
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while True:
+            try:
+                await mesh.apply(replicas=replicas, engine_arguments=ENGINE_ARGUMENTS)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.1)
+            else:
+                return
 
 
 async def _restart_with_other_data(mesh: Mesh, folder: Path, *, keep_as: Path, data: Path | None = None) -> None:
