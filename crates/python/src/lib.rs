@@ -21,6 +21,11 @@ mod worker_server;
 
 use pyo3::prelude::*;
 
+/// A request makes hundreds of small objects on one thread and frees some of them on another, and its prompt lies in
+/// buffers that the C library's allocator would give back to the kernel each time.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
