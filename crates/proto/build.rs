@@ -20,6 +20,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
     // Without the transport helpers: their `connect` would clash with the RPC `Connect`. Clients use `new(channel)`.
-    tonic_prost_build::configure().build_transport(false).bytes(".").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .build_transport(false)
+        .bytes(".")
+        .extern_path(".kvist.engine.v1.TokenIds", "crate::token_ids::TokenIds")
+        .compile_fds(descriptors)?;
     Ok(())
 }

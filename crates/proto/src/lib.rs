@@ -1,7 +1,10 @@
 //! Generated prost and tonic types of every Kvist proto, and the descriptor set for reflection.
 //!
-//! Module paths equal proto packages: `kvist.router.v1` is [`router::v1`]. Nothing here is written by hand.
+//! Module paths equal proto packages: `kvist.router.v1` is [`router::v1`]. One message is written by hand:
+//! [`engine::v1::TokenIds`].
 #![allow(missing_docs, clippy::all, unreachable_pub)]
+
+mod token_ids;
 
 pub mod agent {
     pub mod v1 {
@@ -15,6 +18,8 @@ pub mod controller {
 }
 pub mod engine {
     pub mod v1 {
+        pub use crate::token_ids::TokenIds;
+
         tonic::include_proto!("kvist.engine.v1");
     }
 }
