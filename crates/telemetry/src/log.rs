@@ -9,7 +9,7 @@ use std::{
         mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
     },
     thread,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use serde::Deserialize;
@@ -24,6 +24,9 @@ use crate::{calendar::iso_utc, span::place_of};
 
 /// Lines that may wait for the writer; more are dropped and counted rather than slow a request down.
 const QUEUED_LINES: usize = 8192;
+
+/// Least time between two writes.
+const WRITE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -98,9 +101,14 @@ impl LogWriter {
 }
 
 fn write_lines(mut output: impl io::Write, inbox: &Receiver<Order>) {
-    // Takes all lines at hand into one write, and never waits for more.
+    // Takes all lines at hand into one write.
     let mut pending = Vec::with_capacity(16 * 1024);
+    let mut may_write_at = Instant::now();
     while let Ok(first) = inbox.recv() {
+        // A lone line is written at once. Those that follow close behind wait here together, since each that met this
+        // thread waiting for it would cost a change of task and a write of its own.
+        thread::sleep(may_write_at.saturating_duration_since(Instant::now()));
+        may_write_at = Instant::now() + WRITE_INTERVAL;
         let mut flushed = Vec::new();
         let mut order = Some(first);
         while let Some(current) = order {
