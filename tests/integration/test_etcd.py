@@ -20,7 +20,6 @@ from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.etcd.api import auth_pb2, rpc_pb2
 from kvist.etcd.api.rpc_pb2_grpc import AuthStub, KVStub
 from kvist.etcd.watch import SILENCE_SECONDS
-from kvist.grpc.client import TlsFiles
 from kvist.store import (
     AccessError,
     CompactedError,
@@ -34,6 +33,7 @@ from kvist.store import (
 )
 from kvist.store.election import lead
 from kvist.store.mirror import Mirror
+from kvist.tls_files import TlsFiles
 from support.etcd_process import EtcdCluster, EtcdProcess, etcd_process
 from support.mesh import until
 from support.nats_security import make_certificate

@@ -2,6 +2,8 @@
 
 The codes live in `crates/errors`; this module reads them from the core, so the two languages cannot disagree.
 A message is public: it holds no prompt content, no address and no path.
+
+The library of gRPC is imported where an error travels by it: a router speaks gRPC in Rust and may have no need of it.
 """
 
 from __future__ import annotations
@@ -11,15 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn
-
-import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvist import _core
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+    from google.rpc import status_pb2
 
 DOMAIN = "kvist.dev"
 _NOT_STARTED = "not_started"
@@ -183,7 +184,6 @@ _CLASSES: Mapping[str, type[KvistError]] = MappingProxyType(
         "UNIMPLEMENTED": UnsupportedError,
     }
 )
-_STATUS_CODES: Mapping[int, grpc.StatusCode] = MappingProxyType({code.value[0]: code for code in grpc.StatusCode})
 # The nearest code of a status that Kvist did not make.
 _NEAREST: Mapping[str, str] = MappingProxyType(
     {name: cls.default_code for name, cls in _CLASSES.items()} | {"UNAVAILABLE": "ENGINE_UNAVAILABLE"}
@@ -210,6 +210,9 @@ def invalid_field(field: str, description: str, *, code: str = "INVALID_ARGUMENT
 
 def to_status(failure: KvistError) -> status_pb2.Status:
     """The error as `google.rpc.Status`, with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    from google.protobuf import any_pb2, duration_pb2  # noqa: PLC0415
+    from google.rpc import error_details_pb2, status_pb2  # noqa: PLC0415
+
     metadata = dict(failure.metadata)
     if failure.not_started:
         metadata[_NOT_STARTED] = "true"
@@ -236,7 +239,10 @@ def to_status(failure: KvistError) -> status_pb2.Status:
 
 def from_status(status: status_pb2.Status) -> KvistError:
     """Reads an error; a status of another origin gets the nearest code."""
-    grpc_name = _STATUS_CODES.get(status.code, grpc.StatusCode.UNKNOWN).name
+    import grpc  # noqa: PLC0415
+    from google.rpc import error_details_pb2  # noqa: PLC0415
+
+    grpc_name = next((known.name for known in grpc.StatusCode if known.value[0] == status.code), "UNKNOWN")
     code = _NEAREST.get(grpc_name, "INTERNAL")
     metadata: dict[str, str] = {}
     fields: list[FieldViolation] = []
@@ -268,6 +274,9 @@ def from_status(status: status_pb2.Status) -> KvistError:
 
 def from_rpc_error(failure: grpc.aio.AioRpcError) -> KvistError:
     """Reads the error of a failed call."""
+    from google.rpc import status_pb2  # noqa: PLC0415
+    from grpc_status import rpc_status  # noqa: PLC0415
+
     try:
         status = rpc_status.from_call(failure)
     except ValueError:
@@ -297,6 +306,8 @@ def from_core(failure: _core.CoreError) -> KvistError:
 @contextmanager
 def rpc_errors() -> Iterator[None]:
     """Turns failed calls in its body into errors of the catalogue."""
+    import grpc  # noqa: PLC0415
+
     try:
         yield
     except grpc.aio.AioRpcError as failure:
@@ -314,5 +325,7 @@ def core_errors() -> Iterator[None]:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], failure: KvistError) -> NoReturn:
     """Ends a call with an error."""
+    from grpc_status import rpc_status  # noqa: PLC0415
+
     await context.abort_with_status(rpc_status.to_status(to_status(failure)))
     raise AssertionError("abort_with_status returned")  # pragma: no cover

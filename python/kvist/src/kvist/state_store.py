@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvist.etcd import EtcdOptions, EtcdStore
-from kvist.grpc.client import TlsFiles
 from kvist.settings import StoreSettings
 from kvist.store import StateStore, StoreError
 from kvist.store.sqlite import SqliteStore
 from kvist.telemetry import logger
+from kvist.tls_files import TlsFiles
 
 RETRY_SECONDS = 0.5
 

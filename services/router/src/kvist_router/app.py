@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Protocol
 
 from kvist import _core
-from kvist.cluster_watch import ClusterWatch
 from kvist.controller.v1.controller_pb2 import ClusterState, ClusterVersion
 from kvist.core_telemetry import start_core_telemetry
 from kvist.errors import core_errors
-from kvist.grpc import Channels, TlsFiles
 from kvist.runner import Process
 from kvist.telemetry import logger
+from kvist.tls_files import TlsFiles
 from kvist_router.settings import RouterSettings
 from kvist_router.state_file import StaticState, read_state, write_state
 
@@ -170,6 +169,10 @@ async def _follow_until_stopped(process: Process[RouterSettings], server: "_core
             server.set_control_plane_connected(True)
             following = StaticState(settings.cluster_state_file).follow(receiver.take)
         else:
+            # Imported here: who reads a file pays nothing for the library of gRPC. The core has one of its own.
+            from kvist.cluster_watch import ClusterWatch  # noqa: PLC0415
+            from kvist.grpc import Channels  # noqa: PLC0415
+
             tls = TlsFiles.of(settings.controller_tls_ca_file or settings.tls_ca_file, settings)
             channels = await stack.enter_async_context(Channels(settings.controllers, tls=tls))
             watch = ClusterWatch(

@@ -21,8 +21,8 @@ from kvist import telemetry
 from kvist.etcd.api.rpc_pb2 import AuthenticateRequest
 from kvist.etcd.api.rpc_pb2_grpc import AuthStub
 from kvist.etcd.failures import Verdict, is_own_cancellation, judge, to_store_error
-from kvist.grpc.client import TlsFiles
 from kvist.store.interface import AccessError, StoreError, UnknownOutcomeError
+from kvist.tls_files import TlsFiles
 
 # A member that does not answer within this has to let another one try.
 LONGEST_ATTEMPT_SECONDS = 1.5
