@@ -8,7 +8,7 @@
 //! hundred marks for a prompt of thousands of blocks; a look-up finds a shared beginning to within a sixteenth.
 //! Memory is bounded by the number of marks; the oldest decision makes room for the newest.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{collections::VecDeque, num::NonZeroU64, sync::Arc, time::Duration};
 
 use hashbrown::{HashMap, hash_map::Entry};
 use kvist_blocks::{BlockHash, Incarnation, SourceKey};
@@ -36,12 +36,74 @@ pub struct RecentOverlap {
     pub age: Duration,
 }
 
-#[derive(Clone, Debug)]
+/// A holder's number among those that have marks, and a time in nanoseconds: marks are many, and each counts.
+type HolderNumber = u32;
+type Nanoseconds = u64;
+
+#[derive(Clone, Copy, Debug)]
 struct Mark {
+    holder: HolderNumber,
+    decided_at: Nanoseconds,
+    /// When it was set before that, and one more, should the last decision be taken back.
+    before: Option<NonZeroU64>,
+}
+
+/// The marks of one hash. Almost all have one.
+#[derive(Clone, Debug)]
+enum Marks {
+    One(Mark),
+    /// Never empty but while it is changed.
+    Several(Vec<Mark>),
+}
+
+impl Marks {
+    fn as_slice(&self) -> &[Mark] {
+        match self {
+            Self::One(mark) => std::slice::from_ref(mark),
+            Self::Several(marks) => marks,
+        }
+    }
+
+    fn of(&mut self, holder: HolderNumber) -> Option<&mut Mark> {
+        let marks = match self {
+            Self::One(mark) => std::slice::from_mut(mark),
+            Self::Several(marks) => marks,
+        };
+        marks.iter_mut().find(|mark| mark.holder == holder)
+    }
+
+    fn push(&mut self, mark: Mark) {
+        match self {
+            Self::One(first) => *self = Self::Several(vec![*first, mark]),
+            Self::Several(marks) => marks.push(mark),
+        }
+    }
+
+    /// Keeps some; false when none is left.
+    fn retain(&mut self, mut is_kept: impl FnMut(&mut Mark) -> bool) -> bool {
+        match self {
+            Self::One(mark) => is_kept(mark),
+            Self::Several(marks) => {
+                marks.retain_mut(is_kept);
+                !marks.is_empty()
+            }
+        }
+    }
+}
+
+/// What was set by one call of [`RecentDecisions::note`] and is not forgotten.
+#[derive(Clone, Copy, Debug)]
+struct Decision {
+    holder: HolderNumber,
+    decided_at: Nanoseconds,
+    marks: u32,
+}
+
+/// A holder, and how many places in the order are its own.
+#[derive(Clone, Debug)]
+struct Known {
     holder: Arc<Holder>,
-    decided_at: Duration,
-    /// When it was set before that, should the last decision be taken back.
-    before: Option<Duration>,
+    places: usize,
 }
 
 /// The marks of recent decisions. Times are durations since any fixed moment, as the caller's monotonic clock tells.
@@ -49,60 +111,112 @@ struct Mark {
 pub struct RecentDecisions {
     most_marks: usize,
     longest_age: Duration,
-    marks: HashMap<BlockHash, Vec<Mark>>,
-    /// Holders of marks, so that each is kept once.
-    holders: HashMap<Holder, Arc<Holder>>,
+    marks: HashMap<BlockHash, Marks>,
+    /// Holders of marks by number, so that each is kept once, and the numbers that are free.
+    holders: Vec<Option<Known>>,
+    numbers: HashMap<Arc<Holder>, HolderNumber>,
+    free_numbers: Vec<HolderNumber>,
     /// Every mark that was set, oldest first; one that was set anew is here twice, and only the newer place counts.
-    order: VecDeque<(BlockHash, Mark)>,
+    order: VecDeque<BlockHash>,
+    /// To which decisions they belong, in the same order.
+    decisions: VecDeque<Decision>,
+}
+
+/// Since the fixed moment; a clock that has run for 500 years stands still.
+fn nanoseconds(time: Duration) -> Nanoseconds {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl RecentDecisions {
     /// An empty memory of at most `most_marks` marks, none older than `longest_age`.
     #[must_use]
     pub fn new(most_marks: usize, longest_age: Duration) -> Self {
-        Self { most_marks, longest_age, marks: HashMap::new(), holders: HashMap::new(), order: VecDeque::new() }
+        Self {
+            most_marks,
+            longest_age,
+            marks: HashMap::new(),
+            holders: Vec::new(),
+            numbers: HashMap::new(),
+            free_numbers: Vec::new(),
+            order: VecDeque::new(),
+            decisions: VecDeque::new(),
+        }
     }
 
     /// Notes that a prompt of these blocks was sent to a holder.
     pub fn note(&mut self, now: Duration, holder: Holder, prompt: &[BlockHash]) {
         self.forget_old(now);
-        let holder = match self.holders.entry(holder) {
-            Entry::Occupied(entry) => Arc::clone(entry.get()),
-            Entry::Vacant(entry) => {
-                let holder = Arc::new(entry.key().clone());
-                Arc::clone(entry.insert(holder))
-            }
-        };
-        for length in marked_lengths(prompt.len()) {
-            let Some(hash) = length.checked_sub(1).and_then(|position| prompt.get(position)) else { continue };
-            let mark = Mark { holder: Arc::clone(&holder), decided_at: now, before: None };
-            let marks = self.marks.entry(*hash).or_default();
-            match marks.iter_mut().find(|known| known.holder == holder) {
-                Some(known) => (known.before, known.decided_at) = (Some(known.decided_at), now),
-                None => marks.push(mark.clone()),
-            }
-            self.order.push_back((*hash, mark));
+        let decided_at = nanoseconds(now);
+        let hashes = marked_lengths(prompt.len()).filter_map(|length| prompt.get(length.checked_sub(1)?));
+        let places = self.order.len();
+        self.order.extend(hashes);
+        let marks = u32::try_from(self.order.len() - places).unwrap_or(0);
+        if marks == 0 {
+            return;
         }
+        let holder = self.number(holder, marks as usize);
+        for hash in self.order.range(places..) {
+            let mark = Mark { holder, decided_at, before: None };
+            match self.marks.entry(*hash) {
+                Entry::Vacant(entry) => {
+                    entry.insert(Marks::One(mark));
+                }
+                Entry::Occupied(mut entry) => match entry.get_mut().of(holder) {
+                    Some(known) => {
+                        known.before = NonZeroU64::new(known.decided_at.saturating_add(1));
+                        known.decided_at = decided_at;
+                    }
+                    None => entry.get_mut().push(mark),
+                },
+            }
+        }
+        self.decisions.push_back(Decision { holder, decided_at, marks });
         while self.order.len() > self.most_marks {
             self.forget_oldest();
         }
     }
 
+    /// The number of a holder that has so many places more.
+    fn number(&mut self, holder: Holder, places: usize) -> HolderNumber {
+        if let Some(number) = self.numbers.get(&holder) {
+            if let Some(Some(known)) = self.holders.get_mut(*number as usize) {
+                known.places += places;
+            }
+            return *number;
+        }
+        let holder = Arc::new(holder);
+        let known = Some(Known { holder: Arc::clone(&holder), places });
+        let number = match self.free_numbers.pop() {
+            Some(number) => {
+                self.holders[number as usize] = known;
+                number
+            }
+            None => {
+                self.holders.push(known);
+                u32::try_from(self.holders.len() - 1).unwrap_or(u32::MAX)
+            }
+        };
+        self.numbers.insert(holder, number);
+        number
+    }
+
     /// Takes back what was noted at a time: the holder has refused the prompt. What was noted before stays.
     pub fn take_back(&mut self, noted_at: Duration, holder: &Holder, prompt: &[BlockHash]) {
+        let noted_at = nanoseconds(noted_at);
+        let Some(&holder) = self.numbers.get(holder) else { return };
         for length in marked_lengths(prompt.len()) {
             let hash = length.checked_sub(1).and_then(|position| prompt.get(position));
             let Some(Entry::Occupied(mut entry)) = hash.map(|hash| self.marks.entry(*hash)) else { continue };
-            entry.get_mut().retain_mut(|mark| {
-                if *mark.holder != *holder || mark.decided_at != noted_at {
+            let is_kept = entry.get_mut().retain(|mark| {
+                if mark.holder != holder || mark.decided_at != noted_at {
                     return true;
                 }
                 mark.before.take().is_some_and(|before| {
-                    mark.decided_at = before;
+                    mark.decided_at = before.get() - 1;
                     true
                 })
             });
-            if entry.get().is_empty() {
+            if !is_kept {
                 entry.remove();
             }
         }
@@ -115,14 +229,19 @@ impl RecentDecisions {
         if self.marks.is_empty() {
             return overlaps;
         }
+        let mut found: Vec<HolderNumber> = Vec::new();
         let lengths: Vec<usize> = marked_lengths(prompt.len()).collect();
         for length in lengths.into_iter().rev() {
             let hash = length.checked_sub(1).and_then(|position| prompt.get(position));
-            for mark in hash.and_then(|hash| self.marks.get(hash)).into_iter().flatten() {
-                let age = now.saturating_sub(mark.decided_at);
-                if age <= self.longest_age && !overlaps.iter().any(|overlap| overlap.holder == mark.holder) {
+            for mark in hash.and_then(|hash| self.marks.get(hash)).map(Marks::as_slice).unwrap_or_default() {
+                let age = Duration::from_nanos(nanoseconds(now).saturating_sub(mark.decided_at));
+                if age <= self.longest_age
+                    && !found.contains(&mark.holder)
+                    && let Some(Some(known)) = self.holders.get(mark.holder as usize)
+                {
+                    found.push(mark.holder);
                     let blocks = u32::try_from(length).unwrap_or(u32::MAX);
-                    overlaps.push(RecentOverlap { holder: Arc::clone(&mark.holder), blocks, age });
+                    overlaps.push(RecentOverlap { holder: Arc::clone(&known.holder), blocks, age });
                 }
             }
         }
@@ -142,24 +261,35 @@ impl RecentDecisions {
     }
 
     fn forget_old(&mut self, now: Duration) {
-        while self.order.front().is_some_and(|(_, mark)| now.saturating_sub(mark.decided_at) > self.longest_age) {
+        let (now, longest_age) = (nanoseconds(now), nanoseconds(self.longest_age));
+        while self.decisions.front().is_some_and(|oldest| now.saturating_sub(oldest.decided_at) > longest_age) {
             self.forget_oldest();
         }
     }
 
     fn forget_oldest(&mut self) {
-        let Some((hash, oldest)) = self.order.pop_front() else { return };
+        let (Some(hash), Some(oldest)) = (self.order.pop_front(), self.decisions.front_mut()) else { return };
+        oldest.marks -= 1;
+        let decision = *oldest;
+        if decision.marks == 0 {
+            self.decisions.pop_front();
+        }
         if let Entry::Occupied(mut entry) = self.marks.entry(hash) {
             // One that was set anew since has a later time, and a later place in the order.
-            entry.get_mut().retain(|mark| mark.holder != oldest.holder || mark.decided_at > oldest.decided_at);
-            if entry.get().is_empty() {
+            let is_later = |mark: &mut Mark| mark.holder != decision.holder || mark.decided_at > decision.decided_at;
+            if !entry.get_mut().retain(is_later) {
                 entry.remove();
             }
         }
-        // The map's own and the one in hand.
-        let is_last = Arc::strong_count(&oldest.holder) <= 2;
-        if is_last {
-            self.holders.remove(&*oldest.holder);
+        // A mark is never older than the last place of its holder, so whoever has no place has no mark.
+        let Some(slot) = self.holders.get_mut(decision.holder as usize) else { return };
+        if let Some(known) = slot {
+            known.places -= 1;
+            if known.places == 0 {
+                self.numbers.remove(&known.holder);
+                self.free_numbers.push(decision.holder);
+                *slot = None;
+            }
         }
     }
 }
@@ -285,11 +415,12 @@ mod tests {
                 now += Duration::from_millis(pause_ms);
                 recent.note(now, holder(to), &prompt(family, 0, 200, blocks));
                 prop_assert!(recent.len() <= 200);
-                let kept: usize = recent.marks.values().map(Vec::len).sum();
+                let kept: usize = recent.marks.values().map(|marks| marks.as_slice().len()).sum();
                 prop_assert!(kept <= recent.len());
             }
             recent.forget_old(now + TTL * 2);
-            prop_assert!(recent.is_empty() && recent.marks.is_empty() && recent.holders.is_empty());
+            prop_assert!(recent.is_empty() && recent.marks.is_empty() && recent.numbers.is_empty());
+            prop_assert!(recent.decisions.is_empty() && recent.holders.iter().all(Option::is_none));
         }
     }
 }

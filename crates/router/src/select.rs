@@ -24,7 +24,7 @@ use crate::{
     target::WorkerNode,
 };
 
-/// Bounds the memory of recent decisions: about 1,500 prompts of 100,000 tokens, or 20,000 of 200; some 20 MB.
+/// Bounds the memory of recent decisions: about 1,500 prompts of 100,000 tokens, or 20,000 of 200; some 13 MB.
 const MOST_RECENT_MARKS: usize = 200_000;
 
 /// What a prompt needs of a target.
