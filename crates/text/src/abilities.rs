@@ -1,5 +1,8 @@
 //! What a chat template does with tools and thoughts, found out by rendering small conversations.
 
+use std::borrow::Cow;
+
+use minijinja::value::{Serde, Value as Variable};
 use serde_json::{Value, json};
 
 use crate::{
@@ -37,9 +40,9 @@ impl Abilities {
         let tool = json!({"type": "function", "function": function});
         let render = |messages: &[Value], with_tools: bool| {
             template.render(Variables {
-                messages: messages.to_vec(),
-                tools: with_tools.then(|| vec![tool.clone()]),
-                extra: serde_json::Map::new(),
+                messages: Variable::from(Serde(messages)),
+                tools: with_tools.then(|| Variable::from(Serde([&tool]))),
+                extra: Vec::new(),
                 add_generation_prompt: true,
                 now_unix_seconds: 0,
                 bos_token: "",
@@ -82,8 +85,18 @@ impl Abilities {
         }
     }
 
-    /// A message as the template expects it.
-    pub(crate) fn adapt(self, message: &mut Value) {
+    /// A message as the template expects it: almost always the one that it is.
+    pub(crate) fn adapted(self, message: &Value) -> Cow<'_, Value> {
+        let has = |name| message.get(name).is_some();
+        if has("tool_calls") || self.calls_thoughts_thinking && has("reasoning_content") {
+            let mut message = message.clone();
+            self.adapt(&mut message);
+            return Cow::Owned(message);
+        }
+        Cow::Borrowed(message)
+    }
+
+    fn adapt(self, message: &mut Value) {
         let Some(message) = message.as_object_mut() else { return };
         if self.wants_arguments_as_text
             && let Some(calls) = message.get_mut("tool_calls").and_then(Value::as_array_mut)

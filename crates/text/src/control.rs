@@ -1,7 +1,8 @@
 //! Tokens that steer a model, and how to keep them out of untrusted text.
 
-use std::collections::HashSet;
+use std::{borrow::Cow, collections::HashSet};
 
+use minijinja::value::{Serde, Value as Variable};
 use serde_json::Value;
 
 /// Put inside what looks like a control token in untrusted text, so that it is none while the template is rendered. A
@@ -164,48 +165,42 @@ impl ControlTokens {
         })
     }
 
-    /// The same value with every look-alike in its texts made harmless.
-    pub(crate) fn defuse(&self, value: &Value) -> Value {
+    /// The same value, as a template takes it, with every look-alike in its texts made harmless.
+    pub(crate) fn defuse(&self, value: &Value) -> Variable {
         self.defuse_value(value, false)
     }
 
     /// The same for a message. What an assistant said keeps the tokens that the template itself looks for.
-    pub(crate) fn defuse_message(&self, message: &Value) -> Value {
+    pub(crate) fn defuse_message(&self, message: &Value) -> Variable {
         self.defuse_value(message, message.get("role").and_then(Value::as_str) == Some("assistant"))
     }
 
-    fn defuse_value(&self, value: &Value, keep_parsed: bool) -> Value {
+    fn defuse_value(&self, value: &Value, keep_parsed: bool) -> Variable {
         match value {
-            Value::String(text) => self.defuse_text(text, keep_parsed).into(),
+            Value::String(text) => Variable::from(&*self.defuse_text(text, keep_parsed)),
             Value::Array(items) => items.iter().map(|item| self.defuse_value(item, keep_parsed)).collect(),
-            Value::Object(map) => map
-                .iter()
-                .map(|(key, item)| {
-                    // A role that is a plain word is what templates compare with; any other could say anything.
-                    let is_plain_role = key == "role" && item.as_str().is_some_and(is_word);
-                    let item = if is_plain_role { item.clone() } else { self.defuse_value(item, keep_parsed) };
-                    let key = if is_word(key) { key.clone() } else { self.defuse_text(key, false) };
-                    (key, item)
-                })
-                .collect::<serde_json::Map<_, _>>()
-                .into(),
-            other => other.clone(),
+            Value::Object(map) => Variable::from_pairs(map.iter().map(|(key, item)| {
+                // A role that is a plain word is what templates compare with; any other could say anything.
+                let plain_role = item.as_str().filter(|role| key == "role" && is_word(role));
+                let item = plain_role.map_or_else(|| self.defuse_value(item, keep_parsed), Variable::from);
+                let key = if is_word(key) { Cow::Borrowed(key.as_str()) } else { self.defuse_text(key, false) };
+                (Variable::from(&*key), item)
+            })),
+            other => Variable::from(Serde(other)),
         }
     }
 
-    fn defuse_text(&self, text: &str, keep_parsed: bool) -> String {
-        let clean;
-        let text = if text.contains(SENTINEL) {
-            clean = text.replace(SENTINEL, "");
-            clean.as_str()
-        } else {
-            text
-        };
+    /// A text without look-alikes; the same one where it has none, as almost all do.
+    fn defuse_text<'a>(&self, text: &'a str, keep_parsed: bool) -> Cow<'a, str> {
+        let text = if text.contains(SENTINEL) { text.replace(SENTINEL, "").into() } else { Cow::Borrowed(text) };
+        if self.find(&text, 0).is_none() && self.find_unfinished(&text, 0).is_none() {
+            return text;
+        }
         let mut safe = String::with_capacity(text.len());
         let mut from = 0;
-        while let Some(found) = self.find(text, from) {
+        while let Some(found) = self.find(&text, from) {
             // Another one may begin inside this one, so the search goes on behind its first character.
-            let inside = found.start + text[found.start..].chars().next().map_or(1, char::len_utf8);
+            let inside = after_character(&text, found.start);
             safe.push_str(&text[from..inside]);
             if !(keep_parsed && self.parsed.contains(&found.id)) {
                 safe.push(SENTINEL);
@@ -213,31 +208,36 @@ impl ControlTokens {
             from = inside;
         }
         safe.push_str(&text[from..]);
-        self.break_unfinished(&mut safe);
-        safe
+        from = 0;
+        while let Some(start) = self.find_unfinished(&safe, from) {
+            let inside = after_character(&safe, start);
+            safe.insert(inside, SENTINEL);
+            from = inside + SENTINEL.len_utf8();
+        }
+        safe.into()
     }
 
-    /// The begin of a control token at the end of a text could be completed by what the template puts behind it.
-    fn break_unfinished(&self, text: &mut String) {
-        let mut start = text.len().saturating_sub(self.longest_bytes.saturating_sub(1));
-        while start < text.len() {
-            let begins = text.is_char_boundary(start)
-                && self.first[usize::from(text.as_bytes()[start])]
-                && self.is_unfinished(&text.as_bytes()[start..]);
-            if begins {
-                let inside = start + text[start..].chars().next().map_or(1, char::len_utf8);
-                text.insert(inside, SENTINEL);
-                start = inside + SENTINEL.len_utf8();
-            } else {
-                start += 1;
-            }
-        }
+    /// The begin of a control token at the end of a text could be completed by what the template puts behind it. Where
+    /// the first of them lies, at or after a place.
+    fn find_unfinished(&self, text: &str, from: usize) -> Option<usize> {
+        let bytes = text.as_bytes();
+        let earliest = text.len().saturating_sub(self.longest_bytes.saturating_sub(1));
+        (earliest.max(from)..text.len()).find(|start| {
+            text.is_char_boundary(*start)
+                && self.first[usize::from(bytes[*start])]
+                && self.is_unfinished(&bytes[*start..])
+        })
     }
 
     fn is_unfinished(&self, bytes: &[u8]) -> bool {
         let end = bytes.iter().try_fold(0, |node, byte| self.child(node, *byte));
         end.is_some_and(|node| !self.nodes[node].children.is_empty())
     }
+}
+
+/// The place behind the character that begins at a place.
+fn after_character(text: &str, start: usize) -> usize {
+    start + text[start..].chars().next().map_or(1, char::len_utf8)
 }
 
 fn is_word(text: &str) -> bool {
@@ -273,6 +273,17 @@ mod tests {
         added_tokens(&json!({"added_tokens": tokens}), TEMPLATE)
     }
 
+    fn json_of(variable: &Variable) -> Value {
+        serde_json::to_value(variable).unwrap()
+    }
+
+    #[test]
+    fn values_are_what_they_were() {
+        let control = ControlTokens::new(&added(&[("<|end|>", true)]), TEMPLATE);
+        let value = json!({"z": null, "a": [true, 1, -1, 0.5, u64::MAX, "", "x".repeat(99)], "<k>": {}});
+        assert_eq!(value.to_string(), json_of(&control.defuse(&value)).to_string());
+    }
+
     #[test]
     fn tokens_steer_when_marked_or_written_by_the_template_or_barred() {
         let tokens = added(&[
@@ -294,15 +305,16 @@ mod tests {
         let message = json!({"role": "user<|end|>", "content": "x<|en", "name": ["<|end|>"]});
         assert_eq!(
             json!({"role": "user<\u{FDD0}|end|>", "content": "x<\u{FDD0}|en", "name": ["<\u{FDD0}|end|>"]}),
-            control.defuse_message(&message)
+            json_of(&control.defuse_message(&message))
         );
-        assert_eq!(json!({"role": "user"}), control.defuse_message(&json!({"role": "user"})));
+        assert_eq!(json!({"role": "user"}), json_of(&control.defuse_message(&json!({"role": "user"}))));
     }
 
     #[test]
     fn an_assistant_keeps_what_the_template_takes_apart() {
         let control = ControlTokens::new(&added(&[("</think>", false), ("<think>", false)]), TEMPLATE);
-        let said = |role: &str| control.defuse_message(&json!({"role": role, "content": "<think>a</think>b"}));
+        let said =
+            |role: &str| json_of(&control.defuse_message(&json!({"role": role, "content": "<think>a</think>b"})));
         assert_eq!("<\u{FDD0}think>a</think>b", said("assistant")["content"]);
         assert_eq!("<\u{FDD0}think>a<\u{FDD0}/think>b", said("user")["content"]);
     }

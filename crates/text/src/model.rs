@@ -230,21 +230,13 @@ impl ModelText {
 
     fn render(&self, chat: &Chat) -> Result<String, TextError> {
         let template = self.template.as_ref().ok_or(TextError::NoTemplate)?;
-        let adapted = |message: &serde_json::Value| {
-            let mut message = message.clone();
-            self.abilities.adapt(&mut message);
-            self.control.defuse_message(&message)
-        };
-        let messages: Vec<_> = chat.messages.iter().map(adapted).collect();
-        let tools: Vec<_> = chat.tools.iter().map(|tool| self.control.defuse(tool)).collect();
-        let mut variables = serde_json::Map::new();
-        for (name, value) in &chat.variables {
-            variables.insert(name.clone(), self.control.defuse(value));
-        }
+        let defused = |message| self.control.defuse_message(&self.abilities.adapted(message));
+        let tools = || chat.tools.iter().map(|tool| self.control.defuse(tool)).collect();
+        let variable = |(name, value): (&String, _)| (name.clone(), self.control.defuse(value));
         template.render(Variables {
-            messages,
-            tools: (!tools.is_empty()).then_some(tools),
-            extra: variables,
+            messages: chat.messages.iter().map(defused).collect(),
+            tools: (!chat.tools.is_empty()).then(tools),
+            extra: chat.variables.iter().map(variable).collect(),
             add_generation_prompt: chat.add_generation_prompt,
             now_unix_seconds: chat.now_unix_seconds,
             bos_token: &self.header.bos_token,

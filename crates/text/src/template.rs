@@ -3,9 +3,8 @@
 use minijinja::{
     Environment, Error, ErrorKind, Output, State,
     syntax::SyntaxConfig,
-    value::{Kwargs, Serde, Value, ValueKind},
+    value::{Kwargs, Value, ValueKind},
 };
-use serde_json::{Map, Value as Json};
 
 use crate::{model::TextError, python};
 
@@ -19,9 +18,10 @@ const FUEL: u64 = 5_000_000;
 
 /// Variables of one rendering.
 pub(crate) struct Variables<'a> {
-    pub(crate) messages: Vec<Json>,
-    pub(crate) tools: Option<Vec<Json>>,
-    pub(crate) extra: Map<String, Json>,
+    pub(crate) messages: Value,
+    /// None for no tools.
+    pub(crate) tools: Option<Value>,
+    pub(crate) extra: Vec<(String, Value)>,
     pub(crate) add_generation_prompt: bool,
     pub(crate) now_unix_seconds: i64,
     pub(crate) bos_token: &'a str,
@@ -56,22 +56,21 @@ impl Template {
     }
 
     pub(crate) fn render(&self, variables: Variables<'_>) -> Result<String, TextError> {
-        let mut context = Map::new();
-        // Templates ask whether these are none; they are never undefined.
-        context.insert("tools".to_owned(), Json::Null);
-        context.insert("documents".to_owned(), Json::Null);
-        context.extend(variables.extra);
-        context.insert("messages".to_owned(), Json::Array(variables.messages));
-        if let Some(tools) = variables.tools {
-            context.insert("tools".to_owned(), Json::Array(tools));
-        }
-        context.insert("add_generation_prompt".to_owned(), variables.add_generation_prompt.into());
-        context.insert("bos_token".to_owned(), variables.bos_token.into());
-        context.insert("eos_token".to_owned(), variables.eos_token.into());
-        context.insert(NOW.to_owned(), variables.now_unix_seconds.into());
+        let given = [
+            ("messages", variables.messages),
+            ("add_generation_prompt", variables.add_generation_prompt.into()),
+            ("bos_token", variables.bos_token.into()),
+            ("eos_token", variables.eos_token.into()),
+            (NOW, variables.now_unix_seconds.into()),
+        ];
+        // Templates ask whether these are none; they are never undefined. Of two values of one name the last counts.
+        let mut context = vec![(Value::from("tools"), Value::from(())), (Value::from("documents"), Value::from(()))];
+        context.extend(variables.extra.into_iter().map(|(name, value)| (Value::from(name), value)));
+        context.extend(given.map(|(name, value)| (Value::from(name), value)));
+        context.extend(variables.tools.map(|tools| (Value::from("tools"), tools)));
         let template = self.environment.get_template(NAME).map_err(|error| TextError::Template(error.to_string()))?;
         template
-            .render(Value::from(Serde(context)))
+            .render(Value::from_pairs(context))
             .map_err(|error| TextError::Render(error.detail().map_or_else(|| error.to_string(), str::to_owned)))
     }
 }
@@ -213,16 +212,17 @@ fn strftime(format: &str, unix_seconds: i64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use minijinja::value::Serde;
+    use serde_json::{Value as Json, json};
 
     use super::*;
 
     fn render_with(source: &str, extra: Json) -> Result<String, TextError> {
         let Json::Object(extra) = extra else { panic!("an object") };
         Template::new(source)?.render(Variables {
-            messages: vec![json!({"a": {"b": [1, "é\n"], "c": {}}})],
+            messages: Value::from(Serde(json!([{"a": {"b": [1, "é\n"], "c": {}}}]))),
             tools: None,
-            extra,
+            extra: extra.into_iter().map(|(name, value)| (name, Value::from(Serde(value)))).collect(),
             add_generation_prompt: false,
             now_unix_seconds: 0,
             bos_token: "",
