@@ -13,8 +13,12 @@ use tokio::sync::Semaphore;
 
 use crate::generate::Prompt;
 
-/// Prompts with less text are tokenized where they arrive: below it, a hop to another thread costs more than the work.
-const INLINE_TEXT_BYTES: usize = 4096;
+/// Prompts with less text are tokenized where they arrive: below it, a hop to another thread costs more than the work,
+/// and a thread of its own has its caches to fill.
+const INLINE_TEXT_BYTES: usize = 4 * 1024;
+
+/// The same where the fast tokenizer is used, which takes less than a millisecond for this.
+const FAST_INLINE_TEXT_BYTES: usize = 32 * 1024;
 
 /// Threads for the processor's work, so that a slow tokenizer or a hostile prompt never stalls streams.
 #[derive(Debug)]
@@ -57,7 +61,8 @@ impl TextPool {
                 "the engines of this model have no tokenizer; send token ids",
             )
         })?;
-        if prompt.text_bytes() < INLINE_TEXT_BYTES {
+        let inline_bytes = if text.is_fast() { FAST_INLINE_TEXT_BYTES } else { INLINE_TEXT_BYTES };
+        if prompt.text_bytes() < inline_bytes {
             return encode_now(&text, &prompt);
         }
         self.run(move || encode_now(&text, &prompt)).await?
