@@ -19,7 +19,8 @@ from rich.table import Table
 
 from perf.load import Sample, drive, request_bytes
 from perf.machine_facts import ROOT, build_facts, machine_facts
-from perf.mesh import running_mesh
+from perf.memory import RouterMemory, router_memory
+from perf.mesh import Mesh, running_mesh
 from perf.peers import PEERS, install_peers, peer_facts, started_peer
 from perf.placement import Placement, placement, usable_cores
 from perf.processes import Process
@@ -38,6 +39,8 @@ ENGINES = 2
 SETTLE_SECONDS = 0.1
 # Most CPU of Kvist's router, as a share of the better peer's.
 LIMIT_RATIO = 0.5
+# Most memory of Kvist's router after the run, beside the index and the tokenizer.
+LIMIT_MEBIBYTES = 60.0
 MOCK = ROOT / "target" / "bench-edge" / "release" / "kvist-bench-edge"
 
 # Time between two tokens of one answer. At a millisecond client and engine take all of their cores; at eight each
@@ -53,6 +56,10 @@ ENGINE_ARGUMENTS = {
 # Words that the simulated engine's tokenizer knows as one token each.
 WORDS = ("to", "of", "in", "is", "it", "we", "he", "as", "on", "at", "by", "or", "an", "so", "us", "my")
 TEMPLATE_TOKENS = 40
+
+
+# Repetitions of each row and router.
+Figures = dict[str, dict[str, list[dict[str, float]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +178,14 @@ async def measure(contestant: Contestant, row: Row, *, share: float, repetition:
 
 
 @contextlib.asynccontextmanager
-async def running_kvist(models: Sequence[str], *, folder: Path, cores: Placement) -> AsyncIterator[Contestant]:
+async def running_kvist(
+    models: Sequence[str], *, folder: Path, cores: Placement
+) -> AsyncIterator[tuple[Contestant, Mesh]]:
     """Kvist over its own protocol: NATS, relay and index included."""
     arguments = {model: ENGINE_ARGUMENTS | {"decode_step_ms": MODELS[model]} for model in models}
     async with running_mesh(arguments, folder=folder, cores=cores, replicas=ENGINES) as mesh:
-        yield Contestant(
-            KVIST,
-            dict.fromkeys(models, mesh.router),
-            mesh.workers,
-            dict.fromkeys(models, mesh.http_address),
-        )
+        routers, addresses = dict.fromkeys(models, mesh.router), dict.fromkeys(models, mesh.http_address)
+        yield Contestant(KVIST, routers, mesh.workers, addresses), mesh
 
 
 @contextlib.asynccontextmanager
@@ -214,14 +219,16 @@ def _mock(model: str, name: str, folder: Path) -> Process:
     return Process(f"engine-{name}", command, folder=folder)
 
 
-async def measure_all(rows: Sequence[Row], *, repetitions: int, share: float, cores: Placement, log: Console) -> Any:
+async def measure_all(
+    rows: Sequence[Row], *, repetitions: int, share: float, cores: Placement, log: Console
+) -> tuple[Figures, RouterMemory]:
     """All rows and all routers, interleaved, so that what the machine does meanwhile meets all of them."""
     os.sched_setaffinity(0, cores.others)
     models = list(dict.fromkeys(row.model for row in rows))
-    figures: dict[str, dict[str, list[dict[str, float]]]] = {row.name: {} for row in rows}
+    figures: Figures = {row.name: {} for row in rows}
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
         async with (
-            running_kvist(models, folder=Path(folder), cores=cores) as kvist,
+            running_kvist(models, folder=Path(folder), cores=cores) as (kvist, mesh),
             running_peers(models, folder=Path(folder), cores=cores) as peers,
         ):
             for repetition, row in itertools.product(range(repetitions), rows):
@@ -233,12 +240,11 @@ async def measure_all(rows: Sequence[Row], *, repetitions: int, share: float, co
                     )
                     found = await measure(contestant, row, share=share, repetition=repetition)
                     figures[row.name].setdefault(contestant.name, []).append(found)
-    return figures
+            memory = await router_memory(mesh, threads=len(cores.router))
+    return figures, memory
 
 
-def result_of(
-    rows: Sequence[Row], figures: Mapping[str, Mapping[str, list[dict[str, float]]]], *, facts: dict[str, Any]
-) -> dict[str, Any]:
+def result_of(rows: Sequence[Row], figures: Figures, memory: RouterMemory, *, facts: dict[str, Any]) -> dict[str, Any]:
     """What the RESULT line says."""
     results = []
     for row in rows:
@@ -254,8 +260,11 @@ def result_of(
         "benchmark": BENCHMARK,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "limit_ratio": LIMIT_RATIO,
-        "are_limits_met": all(entry["is_within_limit"] for entry in results),
+        "limit_mebibytes": LIMIT_MEBIBYTES,
+        "are_limits_met": memory.rest < LIMIT_MEBIBYTES and all(entry["is_within_limit"] for entry in results),
         "rows": results,
+        "router_mebibytes": {name: round(value, 1) for name, value in asdict(memory).items()}
+        | {"rest": round(memory.rest, 1)},
         "peers": peer_facts(),
         **facts,
     }
@@ -292,6 +301,11 @@ def table_of(result: Mapping[str, Any]) -> Table:
                 f"{figures['router_resident_mebibytes']['median']:.0f}",
             )
         table.add_section()
+    memory = result["router_mebibytes"]
+    table.caption = (
+        f"Kvist's router after all: {memory['resident']} MiB, of which index {memory['index']}, "
+        f"tokenizer {memory['tokenizer']}, rest {memory['rest']} (limit {result['limit_mebibytes']:.0f})"
+    )
     return table
 
 
@@ -316,11 +330,11 @@ def main() -> int:
     try:
         install_peers()
         facts = {"build": build_facts(), "machine": machine_facts() | {"router_cores": len(cores.router)}}
-        figures = asyncio.run(measure_all(rows, repetitions=repetitions, share=share, cores=cores, log=log))
+        figures, memory = asyncio.run(measure_all(rows, repetitions=repetitions, share=share, cores=cores, log=log))
     except FAILURES as failure:
         return say_why(failure, task="bench:edge", log=log)
     facts["machine"]["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
-    result = result_of(rows, figures, facts=facts)
+    result = result_of(rows, figures, memory, facts=facts)
     path = path_of(BENCHMARK, flags.output, is_partial=bool(flags.quick or flags.only))
     return publish(result, table_of(result), path=path)
 

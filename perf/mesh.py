@@ -34,12 +34,16 @@ class Mesh:
         workers: The workers of each model.
         others: All other processes.
         http_address: `host:port` of the HTTP edge.
+        admin_address: `host:port` of the router's metrics.
+        worker_address: `host:port` of one of the workers.
     """
 
     router: Process
     workers: Mapping[str, tuple[Process, ...]]
     others: tuple[Process, ...]
     http_address: str
+    admin_address: str
+    worker_address: str
 
     def check(self) -> None:
         """Sees to it that everything still runs."""
@@ -78,8 +82,10 @@ async def running_mesh(
         state_path.write_text(json_format.MessageToJson(_cluster_state(addresses)))
         router = _router(state_path, nats_url, folder, cores)
         announced = await start(router)
-        mesh = Mesh(router, workers, (nats, relay), announced["http_address"])
-        await _until_ready(mesh, announced["admin_address"], exact_sources=len(models) * replicas)
+        worker_address = next(found["grpc_address"] for _, _, found in _each(addresses))
+        edge, admin = announced["http_address"], announced["admin_address"]
+        mesh = Mesh(router, workers, (nats, relay), edge, admin, worker_address)
+        await _until_ready(mesh, exact_sources=len(models) * replicas)
         yield mesh
 
 
@@ -154,14 +160,19 @@ def _cluster_state(addresses: Mapping[str, Sequence[Mapping[str, Any]]]) -> Clus
     )
 
 
-async def _until_ready(mesh: Mesh, admin_address: str, *, exact_sources: int) -> None:
+async def router_metrics(mesh: Mesh) -> str:
+    """What the router says of itself, as text."""
+    return await asyncio.to_thread(_read, f"http://{mesh.admin_address}/metrics")
+
+
+async def _until_ready(mesh: Mesh, *, exact_sources: int) -> None:
     """Waits until the router would answer and its index knows every cache exactly."""
     async with asyncio.timeout(READY_TIME_LIMIT_SECONDS):
         while True:
             mesh.check()
-            metrics = await asyncio.to_thread(_read, f"http://{admin_address}/metrics")
-            ready = _value(metrics, "kvist_router_targets", 'state="ready"')
-            exact = _value(metrics, "kvist_index_sources", 'state="exact"')
+            metrics = await router_metrics(mesh)
+            ready = value_of(metrics, "kvist_router_targets", 'state="ready"')
+            exact = value_of(metrics, "kvist_index_sources", 'state="exact"')
             if ready >= exact_sources and exact >= exact_sources:
                 return
             await asyncio.sleep(POLL_SECONDS)
@@ -173,9 +184,9 @@ def _read(url: str) -> str:
         return text
 
 
-def _value(metrics: str, name: str, label: str) -> float:
-    """The value of one metric with one label; 0 when there is none."""
+def value_of(metrics: str, name: str, label: str = "") -> float:
+    """The value of one metric, with one label where it has any; 0 when there is none."""
     for line in metrics.splitlines():
-        if line.startswith(name) and label in line:
+        if line.startswith((f"{name} ", f"{name}{{")) and label in line:
             return float(line.rsplit(" ", 1)[1])
     return 0.0
