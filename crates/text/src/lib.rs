@@ -8,6 +8,7 @@ mod control;
 mod detokenize;
 mod encode;
 mod model;
+mod output_parts;
 mod parse;
 mod python;
 mod stop;

@@ -6,7 +6,7 @@ use minijinja::{
     value::{Kwargs, Value, ValueKind},
 };
 
-use crate::{model::TextError, python};
+use crate::{model::TextError, output_parts, python};
 
 const NAME: &str = "chat";
 
@@ -51,7 +51,9 @@ impl Template {
         environment.add_filter("tojson", to_json);
         environment.add_filter("string", |value: &Value| python::text(value));
         environment.set_fuel(Some(FUEL));
-        environment.add_template_owned(NAME, without_training_marks(source)).map_err(wrong)?;
+        let source = without_training_marks(source);
+        let separated = output_parts::separated(&source).into_owned();
+        environment.add_template_owned(NAME, separated).map_err(wrong)?;
         Ok(Self { environment })
     }
 
