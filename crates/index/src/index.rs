@@ -13,6 +13,7 @@ use kvist_blocks::{Batch, Event, Incarnation, Run, SourceKey, Tier, TierDigest, 
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::{
+    apart::Apart,
     core::{Core, Counters},
     runs,
     scrub::PARTS,
@@ -110,7 +111,7 @@ pub(crate) struct Inner {
 #[derive(Debug)]
 pub struct Index {
     /// The writer's; look-ups do without.
-    inner: Mutex<Inner>,
+    inner: Apart<Mutex<Inner>>,
     pub(crate) published: Arc<Published>,
     counters: Arc<Counters>,
     byte_budget: u64,
@@ -123,7 +124,7 @@ impl Index {
         let core = Core::new(settings.byte_budget);
         let (published, counters) = (Arc::clone(&core.published), Arc::clone(&core.counters));
         let inner = Inner { core, fillings: HashMap::new(), next_snapshot: 0 };
-        Self { inner: Mutex::new(inner), published, counters, byte_budget: settings.byte_budget }
+        Self { inner: Apart::new(Mutex::new(inner)), published, counters, byte_budget: settings.byte_budget }
     }
 
     /// Applies a batch if it is the next one of its source. The first batch of an unknown or newer incarnation opens

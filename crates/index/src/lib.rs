@@ -18,6 +18,7 @@
 //! given up is given up too, since no look-up reaches it.
 
 mod alone;
+mod apart;
 mod arena;
 mod budget;
 mod core;

@@ -8,7 +8,10 @@ use std::sync::{
 use hashbrown::HashMap;
 use kvist_blocks::{Incarnation, SourceKey};
 
-use crate::source::{Source, SourceState};
+use crate::{
+    apart::Apart,
+    source::{Source, SourceState},
+};
 
 /// The words of the cell change.
 const CHANGING: u64 = 1;
@@ -130,7 +133,7 @@ pub(crate) struct SourceList {
     /// By position; more than there are keys.
     cells: Box<[Cell]>,
     /// The newest version of anything before the batch that is being applied.
-    before_batch: AtomicU64,
+    before_batch: Apart<AtomicU64>,
 }
 
 impl SourceList {
@@ -165,7 +168,7 @@ pub(crate) struct Sources {
 
 impl Default for Sources {
     fn default() -> Self {
-        let list = SourceList { keys: Arc::new([]), cells: Box::default(), before_batch: AtomicU64::new(0) };
+        let list = SourceList { keys: Arc::new([]), cells: Box::default(), before_batch: Apart::default() };
         Self { list: Arc::new(list), sources: Vec::new(), positions: HashMap::new(), applying: None }
     }
 }
@@ -251,6 +254,6 @@ impl Sources {
         let cells = (0..keys.len().next_power_of_two()).map(cell).collect();
         self.positions.clear();
         self.positions.extend(keys.iter().cloned().zip(0..));
-        std::mem::replace(&mut self.list, Arc::new(SourceList { keys, cells, before_batch: AtomicU64::new(0) }))
+        std::mem::replace(&mut self.list, Arc::new(SourceList { keys, cells, before_batch: Apart::default() }))
     }
 }
