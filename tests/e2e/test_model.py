@@ -11,6 +11,8 @@ from kvist.events.v1.events_pb2 import SOURCE_STATE_EXACT
 from kvist.router.v1 import router_pb2
 from support.embedded import EmbeddedCluster, chosen_worker, eventually
 
+# Two engines that compute share the machine with whatever else it does.
+pytestmark = pytest.mark.timeout(300)
 MODEL = "smollm2-135m"
 QUESTION = "Tell me, what is the capital of France?"
 LONG_PROMPT = "Here are the rules of the library. Books are lent for four weeks and must come back in time. " * 8

@@ -182,9 +182,11 @@ class Mesh:
                 except TimeoutError:
                     process.kill()
                     await process.wait()
-        for worker in self._worker_processes.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.kill()
+        # Workers outlive an agent that was killed; those that nobody has listed are known by their settings' folder.
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if any(argument.startswith(f"{self.folder}/") for argument in process.cmdline()):
+                    process.kill()
         await self.nats.stop()
 
     # What is seen.
@@ -203,7 +205,7 @@ class Mesh:
                 await asyncio.sleep(0.1)
 
     async def workers(self) -> dict[str, WorkerStatus]:
-        """Workers by UID, as their agents state them. Their processes are ended with the mesh."""
+        """Workers by UID, as their agents state them."""
         async with open_channel(self.services["controller"].address) as channel:
             listed = await ControllerServiceStub(channel).ListNodes(pb.ListNodesRequest(), timeout=CALL_SECONDS)
         workers = {worker.spec.worker_uid: worker for node in listed.nodes for worker in node.workers}
