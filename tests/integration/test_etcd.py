@@ -19,6 +19,7 @@ from kvist import errors
 from kvist.etcd import EtcdOptions, EtcdStore
 from kvist.etcd.api import auth_pb2, rpc_pb2
 from kvist.etcd.api.rpc_pb2_grpc import AuthStub, KVStub
+from kvist.etcd.endpoints import EtcdEndpoints
 from kvist.etcd.watch import SILENCE_SECONDS
 from kvist.store import (
     AccessError,
@@ -336,6 +337,31 @@ async def test_one_ill_member_of_three_costs_seconds_and_loses_nothing(cluster: 
     assert set(acknowledged) <= set(history)
     assert len(set(acknowledged)) == len(acknowledged)
     assert max(pauses) < MOST_SECONDS_WITHOUT_ONE_MEMBER, pauses
+
+
+@pytest.mark.timeout(180)
+async def test_a_write_does_not_move_on_to_the_frozen_member(cluster: EtcdCluster) -> None:
+    """The leader freezes behind another member: the write at hand is lost, the next one is not."""
+    async with asyncio.timeout(150):
+        frozen = await cluster.leader()
+        others = [name for name in sorted(cluster.members) if name != frozen]
+        addresses = dict(zip(sorted(cluster.members), cluster.endpoints, strict=True))
+        order = [addresses[name] for name in (others[0], frozen, others[1])]
+        async with EtcdEndpoints(EtcdOptions(tuple(order), time_limit_seconds=4.0)) as endpoints:
+
+            async def put(value: bytes) -> None:
+                request = rpc_pb2.PutRequest(key=b"/x", value=value)
+                await endpoints.call(lambda channel: KVStub(channel).Put, request, is_repeatable=False)
+
+            for address in order:
+                # So that connections to all of them stand.
+                await put(b"0")
+                endpoints.leave(address, "in a test")
+            cluster.members[frozen].freeze()
+            with pytest.raises(UnknownOutcomeError):
+                await put(b"1")
+            await put(b"2")
+        cluster.members[frozen].thaw()
 
 
 async def _count(store: StateStore, acknowledged: list[int], pauses: list[float], is_over: asyncio.Event) -> None:

@@ -170,16 +170,17 @@ fn contend<C: Contender>(options: &Options, scale: Scale, trace: Option<&(Trace,
     if is_wanted("replay")
         && let Some((trace, steps)) = trace
     {
-        let row = rows::replay::<C>(trace, steps);
-        println!(
-            "  replay: {} operations/s, {} a CPU second, {} block operations/s, look-up p50 {} µs, p99 {} µs",
-            row["operations_per_second"],
-            row["operations_per_cpu_second"],
-            row["block_operations_per_second"],
-            row["p50_us"],
-            row["p99_us"]
-        );
-        result.insert("replay".to_owned(), row);
+        for (name, row) in rows::replay::<C>(trace, steps) {
+            println!(
+                "  {name}: {} operations/s, {} a CPU second, {} block operations/s, look-up p50 {} µs, p99 {} µs",
+                row["operations_per_second"],
+                row["operations_per_cpu_second"],
+                row["block_operations_per_second"],
+                row["p50_us"],
+                row["p99_us"]
+            );
+            result.insert(name.to_owned(), row);
+        }
     }
     if is_wanted("snapshots") && C::IS_OWN {
         let row = rows::snapshots();

@@ -248,15 +248,15 @@ pub fn apply<C: Contender>(scale: Scale) -> Value {
     json!({ "events_of_1_block": rates(1), "events_of_4_blocks": rates(4) })
 }
 
-/// The steps of a trace's replay on two threads, each with half of the sources. The second of two is reported: in the first,
-/// most of the time goes into pages that the process touches for the first time, and who comes later in it has less of that.
-pub fn replay<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
-    replay_once::<C>(trace, steps);
-    replay_once::<C>(trace, steps)
+/// The steps of a trace's replay: on two threads, each with half of the sources, and on one. Reported is what comes after a
+/// first replay: in that, most of the time goes into pages that the process touches for the first time, and who comes later
+/// in it has less of that.
+pub fn replay<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> [(&'static str, Value); 2] {
+    replay_once::<C>(trace, steps, 2);
+    [("replay", replay_once::<C>(trace, steps, 2)), ("replay_on_one_thread", replay_once::<C>(trace, steps, 1))]
 }
 
-fn replay_once<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
-    const THREADS: usize = 2;
+fn replay_once<C: Contender>(trace: &Trace, steps: &[Vec<Step>], threads: usize) -> Value {
     let prompts: Vec<C::Prompt> = trace.prompts.iter().map(|contents| C::prompt(contents)).collect();
     let contender = C::new(steps.len());
     contender.open();
@@ -266,7 +266,7 @@ fn replay_once<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
         let work = |first: usize| {
             move || {
                 let (mut samples, mut disturbed) = (Vec::new(), 0);
-                for step in steps.iter().skip(first).step_by(THREADS).flatten() {
+                for step in steps.iter().skip(first).step_by(threads).flatten() {
                     match step {
                         Step::Lookup { prompt } => {
                             let preemptions = facts::preemptions();
@@ -290,8 +290,8 @@ fn replay_once<C: Contender>(trace: &Trace, steps: &[Vec<Step>]) -> Value {
                 (samples, disturbed)
             }
         };
-        let threads: Vec<_> = (0..THREADS).map(|first| scope.spawn(work(first))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        let running: Vec<_> = (0..threads).map(|first| scope.spawn(work(first))).collect();
+        running.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     contender.settle();
     let (seconds, cpu) = (started.elapsed().as_secs_f64(), facts::cpu_seconds() - cpu);

@@ -2,7 +2,8 @@
 
 All calls and streams stay with one member until it fails, then move on to the next. A call is sent only over a
 connection that stands, so that a member that is down costs nothing and leaves nothing unknown. A call that was sent and
-not answered is unknown: it is sent again only when the caller says that doing it twice is doing it once.
+not answered is unknown: it is sent again only when the caller says that doing it twice is doing it once. A frozen
+member keeps its connections, so whoever moves on asks the next one for its health before it gets a write.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvist import telemetry
 from kvist.etcd.api.rpc_pb2 import AuthenticateRequest
@@ -26,6 +29,8 @@ from kvist.tls_files import TlsFiles
 
 # A member that does not answer within this has to let another one try.
 LONGEST_ATTEMPT_SECONDS = 1.5
+# What a process says that lives, whatever it thinks of the question.
+_SILENCE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 # After a round over all members without an answer.
 ROUND_PAUSE_SECONDS = 0.1
 LARGEST_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -139,6 +144,18 @@ class _Member:
             raise _NotConnectedError(f"{self.address} does not answer") from None
         return channel
 
+    async def check_that_it_lives(self, channel: grpc.aio.Channel, *, time_limit_seconds: float) -> None:
+        """Asks it for its health; any answer will do.
+
+        Raises:
+            _NotConnectedError: It does not answer.
+        """
+        try:
+            await HealthStub(channel).Check(HealthCheckRequest(), timeout=time_limit_seconds)
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() in _SILENCE:
+                raise _NotConnectedError(f"{self.address} is silent") from failure
+
     async def close(self) -> None:
         """Ends its connections and all their calls."""
         for channel in (self._channel, self._retired):
@@ -172,6 +189,8 @@ class EtcdEndpoints:
         self._clock = clock
         self._members = [_Member(address, options.tls) for address in options.endpoints]
         self._current = 0
+        # The present member has been moved on to, and not been heard of.
+        self._is_untried = False
         self._is_closed = False
         self._token = ""
         self._authenticating = asyncio.Lock()
@@ -202,8 +221,12 @@ class EtcdEndpoints:
                 raise StoreError("the store was closed")
             remaining = deadline - self._clock()
             member = self._members[self._current]
+            attempt_seconds = max(0.0, min(self.attempt_seconds, remaining))
             try:
-                channel = await member.connected(time_limit_seconds=max(0.0, min(self.attempt_seconds, remaining)))
+                channel = await member.connected(time_limit_seconds=attempt_seconds)
+                if self._is_untried:
+                    await member.check_that_it_lives(channel, time_limit_seconds=attempt_seconds)
+                    self._is_untried = False
                 return Connection(channel, await self._metadata(channel), member.address)
             except _NotConnectedError as failure:
                 self.leave(member.address, str(failure))
@@ -223,6 +246,7 @@ class EtcdEndpoints:
         """Moves on to the next member, when the present one is the one that failed."""
         if self._members[self._current].address == address:
             self._current = (self._current + 1) % len(self._members)
+            self._is_untried = True
             _log.debug("etcd_member_left", address=address, reason=reason)
 
     # Authentication.
