@@ -63,12 +63,14 @@ async def worker_is_frozen(scene: Scene) -> None:
     async with scene.step("worker frozen: its clients are told, or have another one's", limit_seconds=6) as step:
         os.kill(victim.process_id, signal.SIGSTOP)
         try:
-            step.begin()
+            frozen_at = time.monotonic()
             lost = frozenset(record.request_id for record in _open(scene) if record.engine == _engine(victim))
             concerned = await _outcomes_of(scene, lost)
-            step.end()
         finally:
             os.kill(victim.process_id, signal.SIGCONT)
+        # Told by an error, or by the first text of another one's answer.
+        told = [one.ended if one.kind == "failed" else one.attempts[-1].text_at or one.ended for one in concerned]
+        step.seconds = max(told) - frozen_at
     for outcome in concerned:
         assert outcome.kind == "finished" or "engine_lost" in outcome.attempts[-1].detail, outcome
         assert outcome.kind == "finished" or outcome.attempts[-1].text_at, outcome
