@@ -2,6 +2,7 @@
 
 mod attached;
 mod credentials;
+mod data_plane;
 mod doors;
 mod edge_server;
 mod embed_sink;

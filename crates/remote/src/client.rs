@@ -9,19 +9,19 @@ use std::{
 use futures::{StreamExt as _, future::BoxFuture, stream};
 use kvist_doors::ClientTls;
 use kvist_errors::{Code, DOMAIN, KvistError, from_status};
-use kvist_proto::router::v1::{self as wire, ModelSummary};
+use kvist_proto::router::v1::{self as wire, ModelSummary, router_service_client::RouterServiceClient};
 use kvist_router::{
     EmbedInput, EmbedOutput, EventStream, Generate, GenerateEvent, GenerateInput, PROMPT_TOKENS_METADATA, Prompt,
     RequestContext, Tokens,
 };
 use kvist_telemetry::{Metrics, ReadyFlag, names, propagate};
 use prometheus_client::metrics::gauge::Gauge;
-use tonic::{Request, Response, Status, Streaming, metadata::MetadataMap};
+use tonic::{Extensions, Request, Response, Status, Streaming, metadata::MetadataMap, transport::Channel};
 use tonic_types::StatusExt as _;
 
 use crate::{
     convert::{read_event, write_prompt, write_request},
-    fleet::{Fleet, Remote},
+    fleet::Fleet,
     running::{Counted, Running, draining},
 };
 
@@ -93,45 +93,50 @@ impl RemoteRouters {
         Ok(Some(format!("Bearer {}", key.trim())))
     }
 
-    fn request<T>(&self, message: T) -> Result<Request<T>, KvistError> {
-        let mut request = Request::new(message);
+    /// What comes with each call: the key of this edge, and of a client's request its deadline and its trace.
+    fn metadata(&self, context: Option<&RequestContext>) -> Result<MetadataMap, KvistError> {
+        let mut metadata = MetadataMap::new();
         if let Some(authorization) = self.authorization()? {
             let value = authorization.parse().map_err(|_| {
                 KvistError::field(Code::InvalidArgument, "remote_api_key_file", "holds what no header can")
             })?;
-            request.metadata_mut().insert("authorization", value);
+            metadata.insert("authorization", value);
         }
-        Ok(request)
-    }
-
-    /// The same with what comes with a client's request: its deadline and its trace.
-    fn request_of<T>(&self, context: &RequestContext, message: T) -> Result<Request<T>, KvistError> {
-        let mut request = self.request(message)?;
-        if let Some(deadline) = context.deadline {
-            request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-        }
+        let Some(context) = context else { return Ok(metadata) };
         let inbound = Some(context.traceparent.as_str()).filter(|trace| !trace.is_empty());
         let trace = propagate(&context.span, inbound).unwrap_or_default();
         for (name, text) in [("traceparent", trace.as_str()), ("tracestate", context.tracestate.as_str())] {
             if let (false, Ok(value)) = (text.is_empty(), text.parse()) {
-                request.metadata_mut().insert(name, value);
+                metadata.insert(name, value);
             }
         }
-        Ok(request)
+        Ok(metadata)
     }
 
     /// Asks one router, and another one where the first was lost before it answered.
-    async fn ask<T, F>(&self, ask: impl Fn(Arc<Remote>) -> F) -> Result<T, KvistError>
+    ///
+    /// * `context`: Of the client's request; none for a question of its own.
+    async fn ask<M: Clone, T, F>(
+        &self,
+        context: Option<&RequestContext>,
+        message: M,
+        call: impl Fn(RouterServiceClient<Channel>, Request<M>) -> F,
+    ) -> Result<Response<T>, KvistError>
     where
-        F: Future<Output = Result<T, Failure>>,
+        F: Future<Output = Result<Response<T>, Status>>,
     {
+        let metadata = self.metadata(context)?;
         let mut lost = unreachable_router("none is configured");
         for remote in self.fleet.in_turn().into_iter().take(MOST_ATTEMPTS) {
+            let mut request = Request::from_parts(metadata.clone(), Extensions::new(), message.clone());
+            if let Some(deadline) = context.and_then(|context| context.deadline) {
+                request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+            }
             let asked = tokio::select! {
-                asked = ask(Arc::clone(remote)) => asked,
+                asked = call(remote.client(), request) => asked,
                 () = self.running.stopped.cancelled() => return Err(draining()),
             };
-            match asked {
+            match asked.map_err(Failure::from) {
                 Ok(answer) => return Ok(answer),
                 Err(Failure::Answered(error)) if error.code == Code::Draining => lost = error,
                 Err(Failure::Answered(error)) => return Err(error),
@@ -151,11 +156,10 @@ impl Generate for RemoteRouters {
         Box::pin(async move {
             let counted = self.running.begin()?;
             let message = write_request(&context, input);
-            let ask = |remote: Arc<Remote>| {
-                let request = self.request_of(&context, message.clone());
-                async move { Ok(remote.client().generate(request?).await?) }
-            };
-            Ok(events_of(self.ask(ask).await?, counted, Arc::clone(&self.running)))
+            let response = self
+                .ask(Some(&context), message, |mut client, request| async move { client.generate(request).await })
+                .await?;
+            Ok(events_of(response, counted, Arc::clone(&self.running)))
         })
     }
 
@@ -164,11 +168,9 @@ impl Generate for RemoteRouters {
             let _counted = self.running.begin()?;
             let inputs = input.inputs.into_iter().map(write_prompt).collect();
             let message = wire::EmbedRequest { model: input.model, inputs, request_id: context.request_id.clone() };
-            let ask = |remote: Arc<Remote>| {
-                let request = self.request_of(&context, message.clone());
-                async move { Ok(remote.client().embed(request?).await?) }
-            };
-            let response: Response<wire::EmbedResponse> = self.ask(ask).await?;
+            let response = self
+                .ask(Some(&context), message, |mut client, request| async move { client.embed(request).await })
+                .await?;
             let request_id = text_of(response.metadata(), REQUEST_ID_METADATA).into();
             Ok(EmbedOutput { request_id, embeddings: response.into_inner().embeddings })
         })
@@ -181,33 +183,28 @@ impl Generate for RemoteRouters {
                 token_ids: token_ids.to_vec(),
                 skip_special_tokens: false,
             };
-            let ask = |remote: Arc<Remote>| {
-                let request = self.request(message.clone());
-                async move { Ok(remote.client().detokenize(request?).await?) }
-            };
-            Ok(self.ask(ask).await?.into_inner().text)
+            let response =
+                self.ask(None, message, |mut client, request| async move { client.detokenize(request).await }).await?;
+            Ok(response.into_inner().text)
         })
     }
 
     fn tokenize<'a>(&'a self, model: &'a str, prompt: Prompt) -> BoxFuture<'a, Result<Tokens, KvistError>> {
         Box::pin(async move {
             let message = wire::TokenizeRequest { model: model.to_owned(), prompt: Some(write_prompt(prompt)) };
-            let ask = |remote: Arc<Remote>| {
-                let request = self.request(message.clone());
-                async move { Ok(remote.client().tokenize(request?).await?) }
-            };
-            let tokens = self.ask(ask).await?.into_inner();
+            let response =
+                self.ask(None, message, |mut client, request| async move { client.tokenize(request).await }).await?;
+            let tokens = response.into_inner();
             Ok(Tokens { ids: tokens.token_ids, context_tokens: tokens.context_tokens })
         })
     }
 
     fn models(&self) -> BoxFuture<'_, Result<Vec<ModelSummary>, KvistError>> {
         Box::pin(async move {
-            let ask = |remote: Arc<Remote>| {
-                let request = self.request(wire::ListModelsRequest {});
-                async move { Ok(remote.client().list_models(request?).await?) }
-            };
-            Ok(self.ask(ask).await?.into_inner().models)
+            let message = wire::ListModelsRequest {};
+            let response =
+                self.ask(None, message, |mut client, request| async move { client.list_models(request).await }).await?;
+            Ok(response.into_inner().models)
         })
     }
 }
@@ -276,12 +273,6 @@ impl From<Status> for Failure {
         } else {
             Self::Lost(status.message().to_owned())
         }
-    }
-}
-
-impl From<KvistError> for Failure {
-    fn from(error: KvistError) -> Self {
-        Self::Answered(error)
     }
 }
 

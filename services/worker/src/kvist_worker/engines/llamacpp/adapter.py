@@ -8,7 +8,6 @@ tokens in each answer is held against the account.
 """
 
 import bisect
-import importlib.metadata
 import itertools
 import logging
 import threading
@@ -24,9 +23,9 @@ import xllamacpp
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError, error
 from kvist.events.v1 import events_pb2
-from kvist_worker.engine import EngineCapabilities, EngineDescription, EngineHost, RequestSink
+from kvist_worker.engine import EngineCapabilities, EngineHost, RequestSink
 from kvist_worker.engines.llamacpp.load import LoadAccount, RequestProgress, duration
-from kvist_worker.engines.llamacpp.model import LlamaCppArguments, read_model, start_server
+from kvist_worker.engines.llamacpp.model import LlamaCppArguments, describe, read_model, start_server
 from kvist_worker.engines.llamacpp.request import MAX_TOP_LOGPROBS, PreparedRequest, RequestLimits, prepare
 from kvist_worker.engines.llamacpp.slots import Placement, Scope, Slot, StoredRun, choose
 from kvist_worker.engines.llamacpp.tokens import TokenBytes
@@ -130,22 +129,12 @@ class LlamaCppEngine:
 
     def description(self) -> str:
         """What it is, as JSON text."""
-        tokenizer = self._tokenizer
-        return EngineDescription(
-            engine="llamacpp",
-            version=importlib.metadata.version("xllamacpp"),
-            context_tokens=self._context_tokens,
-            max_running_requests=self._arguments.slots,
-            max_waiting_requests=self._arguments.max_waiting_requests,
-            max_top_logprobs=MAX_TOP_LOGPROBS,
-            kv_blocks=self._load.total_blocks,
-            block_size_tokens=self._arguments.block_size_tokens,
+        return describe(
+            self._arguments,
+            self._tokenizer,
             capabilities=replace(CAPABILITIES, kv_events=self._accounts_for_kv),
-            chat_template=tokenizer.chat_template,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            add_bos=tokenizer.add_bos,
-            eos_token_ids=tokenizer.eos_token_ids,
+            kv_blocks=self._load.total_blocks,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
         ).to_json()
 
     def tokenizer_json(self) -> bytes | None:

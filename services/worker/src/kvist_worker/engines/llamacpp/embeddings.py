@@ -1,6 +1,5 @@
 """llama.cpp started for embeddings: whole inputs in, one vector for each out, and nothing kept between calls."""
 
-import importlib.metadata
 import itertools
 import logging
 import threading
@@ -12,9 +11,9 @@ from typing import Any, Protocol
 
 from kvist.engine.v1 import engine_pb2
 from kvist.errors import KvistError, error
-from kvist_worker.engine import EmbedSink, EngineCapabilities, EngineDescription, EngineHost, RequestSink
+from kvist_worker.engine import EmbedSink, EngineCapabilities, EngineHost, RequestSink
 from kvist_worker.engines.llamacpp.load import LoadAccount, RequestProgress
-from kvist_worker.engines.llamacpp.model import LlamaCppArguments, read_model, start_server
+from kvist_worker.engines.llamacpp.model import LlamaCppArguments, describe, read_model, start_server
 
 _log = logging.getLogger(__name__)
 CAPABILITIES = EngineCapabilities(embeddings=True)
@@ -53,22 +52,8 @@ class LlamaCppEmbedder:
 
     def description(self) -> str:
         """What it is, as JSON text."""
-        tokenizer, arguments = self._tokenizer, self._arguments
-        return EngineDescription(
-            engine="llamacpp",
-            version=importlib.metadata.version("xllamacpp"),
-            context_tokens=arguments.context_tokens,
-            max_running_requests=arguments.slots,
-            max_waiting_requests=arguments.max_waiting_requests,
-            max_top_logprobs=0,
-            kv_blocks=0,
-            block_size_tokens=arguments.block_size_tokens,
-            capabilities=CAPABILITIES,
-            chat_template=tokenizer.chat_template,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            add_bos=tokenizer.add_bos,
-            eos_token_ids=tokenizer.eos_token_ids,
+        return describe(
+            self._arguments, self._tokenizer, capabilities=CAPABILITIES, kv_blocks=0, max_top_logprobs=0
         ).to_json()
 
     def tokenizer_json(self) -> bytes | None:

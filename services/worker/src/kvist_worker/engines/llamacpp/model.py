@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 from kvist.errors import error, invalid_field
 from kvist.settings import Settings
 from kvist_worker import gguf_tokenizer
+from kvist_worker.engine import EngineCapabilities, EngineDescription
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,33 @@ def packaged_model_path() -> Path:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
     raise invalid_field("engine_arguments.modelPath", f"is needed when the package {_MODEL_PACKAGE} is not installed")
+
+
+def describe(
+    arguments: LlamaCppArguments,
+    tokenizer: gguf_tokenizer.ConvertedTokenizer,
+    *,
+    capabilities: EngineCapabilities,
+    kv_blocks: int,
+    max_top_logprobs: int,
+) -> EngineDescription:
+    """What llama.cpp with these arguments is, for generation or for embeddings."""
+    return EngineDescription(
+        engine="llamacpp",
+        version=importlib.metadata.version("xllamacpp"),
+        context_tokens=arguments.context_tokens,
+        max_running_requests=arguments.slots,
+        max_waiting_requests=arguments.max_waiting_requests,
+        max_top_logprobs=max_top_logprobs,
+        kv_blocks=kv_blocks,
+        block_size_tokens=arguments.block_size_tokens,
+        capabilities=capabilities,
+        chat_template=tokenizer.chat_template,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        add_bos=tokenizer.add_bos,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
 
 
 def start_server(arguments: LlamaCppArguments, model_path: Path) -> xllamacpp.Server:
