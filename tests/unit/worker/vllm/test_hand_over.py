@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvist.errors import KvistError
-from kvist_worker.engines.vllm.hand_over import set_environment, with_connector
+from kvist_worker.engines.vllm.hand_over import set_environment, with_connector, worker_extension
 from kvist_worker.settings import HandOverSettings
 
 
@@ -55,8 +55,20 @@ def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], connect
 def test_only_what_was_written_may_carry_kv(settings: dict[str, Any], expected: dict[str, str]) -> None:
     environment: dict[str, str] = {}
     set_environment(environment, HandOverSettings(connector="NixlConnector", **settings), port=5600)
-    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
-    assert environment == expected | side_channel
+    always = {
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
+    }
+    assert environment == expected | always
     nothing: dict[str, str] = {}
     set_environment(nothing, HandOverSettings(connector="ExampleConnector", shared_folder="/kv"), port=1)
     assert nothing == {}
+
+
+def test_only_nixl_over_tcp_is_told_to_pause() -> None:
+    over_tcp = worker_extension(HandOverSettings(connector="NixlConnector", protocol="tcp"))
+    assert over_tcp == "kvist_worker.engines.vllm.nixl_pause.PausesBetweenLooks"
+    assert worker_extension(HandOverSettings(connector="NixlConnector", protocol="rdma")) == ""
+    assert worker_extension(HandOverSettings(connector="ExampleConnector", shared_folder="/kv")) == ""
+    assert worker_extension(None) == ""

@@ -96,10 +96,12 @@ class VllmArguments:
     Attributes:
         flags: The command line for vLLM's parser.
         adapters: Paths of LoRA adapters by name, of `lora-modules`.
+        worker_extension: Name of a class of ours that vLLM mixes into its workers; empty for none.
     """
 
     flags: tuple[str, ...]
     adapters: Mapping[str, str]
+    worker_extension: str = ""
 
 
 def read(arguments: Mapping[str, Any], *, known: Collection[str]) -> VllmArguments:

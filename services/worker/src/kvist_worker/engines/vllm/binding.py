@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -39,7 +39,12 @@ from kvist_worker.engines.vllm import arguments as engine_arguments
 from kvist_worker.engines.vllm import version as vllm_version
 from kvist_worker.engines.vllm.arguments import VllmArguments
 from kvist_worker.engines.vllm.facts import EngineFacts, EventSockets
-from kvist_worker.engines.vllm.hand_over import SIDE_CHANNEL_HOST, set_environment, with_connector
+from kvist_worker.engines.vllm.hand_over import (
+    SIDE_CHANNEL_HOST,
+    set_environment,
+    with_connector,
+    worker_extension,
+)
 from kvist_worker.engines.vllm.layout import ParallelLayout
 from kvist_worker.engines.vllm.load import SchedulerState
 from kvist_worker.engines.vllm.output import Embedded, Output, Pooled
@@ -78,7 +83,8 @@ def read_arguments(
             probe.bind((SIDE_CHANNEL_HOST, 0))
             # Free a moment ago; the connector takes a number and no socket.
             set_environment(os.environ, hand_over, port=probe.getsockname()[1])
-    return engine_arguments.read(given, known={field.name for field in fields(AsyncEngineArgs)})
+    arguments = engine_arguments.read(given, known={field.name for field in fields(AsyncEngineArgs)})
+    return replace(arguments, worker_extension=worker_extension(hand_over))
 
 
 class VllmBinding:
@@ -231,6 +237,7 @@ class VllmBinding:
         namespace = parser.parse_args(list(self._arguments.flags), argparse.Namespace())
         engine_args = AsyncEngineArgs.from_cli_args(namespace)
         engine_args.enable_log_requests = False
+        engine_args.worker_extension_cls = self._arguments.worker_extension
         if "--prefix-caching-hash-algo" not in {flag.partition("=")[0] for flag in self._arguments.flags}:
             engine_args.prefix_caching_hash_algo = _HASH_ALGORITHM
         if engine_args.enable_prefix_caching is not False:

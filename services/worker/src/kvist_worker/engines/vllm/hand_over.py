@@ -53,6 +53,12 @@ def with_connector(
     return {**arguments, "kv-transfer-config": connector_config(settings, is_prefill=is_prefill)}
 
 
+def worker_extension(settings: HandOverSettings | None) -> str:
+    """The class that vLLM has to mix into its workers; empty for none."""
+    is_nixl_over_tcp = settings is not None and settings.connector == NIXL and settings.protocol == "tcp"
+    return "kvist_worker.engines.vllm.nixl_pause.PausesBetweenLooks" if is_nixl_over_tcp else ""
+
+
 def set_environment(environment: MutableMapping[str, str], settings: HandOverSettings, *, port: int) -> None:
     """Says to UCX what may carry KV, and to NIXL where it listens."""
     if settings.connector != NIXL or settings.protocol is None:
@@ -63,5 +69,7 @@ def set_environment(environment: MutableMapping[str, str], settings: HandOverSet
             environment["UCX_NET_DEVICES"] = f"{settings.rdma_device}:1"
     else:
         environment.setdefault("UCX_NET_DEVICES", "lo")
+    # As vLLM sets it before it loads NIXL, which may be loaded before.
+    environment.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", SIDE_CHANNEL_HOST)
     environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
