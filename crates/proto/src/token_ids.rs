@@ -28,6 +28,13 @@ fn varint_bytes(id: u32) -> u32 {
     1 + u32::from(id >> 7 != 0) + u32::from(id >> 14 != 0) + u32::from(id >> 21 != 0) + u32::from(id >> 28 != 0)
 }
 
+/// An id below 2^21, as all of a vocabulary are, as a varint in the first bytes of four.
+fn short_varint(id: u32) -> ([u8; 4], usize) {
+    let groups = id & 0x7f | (id & 0x7f << 7) << 1 | (id & 0x7f << 14) << 2;
+    let (has_second, has_third) = (u32::from(id >> 7 != 0), u32::from(id >> 14 != 0));
+    ((groups | has_second << 7 | has_third << 15).to_le_bytes(), (1 + has_second + has_third) as usize)
+}
+
 /// An id as a varint, in the first bytes of eight.
 fn varint(id: u32) -> ([u8; 8], usize) {
     let id_bits = u64::from(id);
@@ -59,10 +66,18 @@ impl Message for TokenIds {
         let mut piece = [0; PIECE_BYTES];
         for ids in self.ids.chunks(PIECE_IDS) {
             let mut end = 0;
-            for id in ids {
-                let (bytes, length) = varint(*id);
-                piece[end..end + 8].copy_from_slice(&bytes);
-                end += length;
+            if ids.iter().fold(0, |all, id| all | id) >> 21 == 0 {
+                for id in ids {
+                    let (bytes, length) = short_varint(*id);
+                    piece[end..end + 4].copy_from_slice(&bytes);
+                    end += length;
+                }
+            } else {
+                for id in ids {
+                    let (bytes, length) = varint(*id);
+                    piece[end..end + 8].copy_from_slice(&bytes);
+                    end += length;
+                }
             }
             buffer.put_slice(&piece[..end]);
         }
@@ -102,8 +117,8 @@ mod tests {
 
     /// Ids of every length.
     fn ids() -> impl Strategy<Value = Vec<u32>> {
-        let id = (any::<u32>(), 0u32..32).prop_map(|(id, shift)| id >> shift);
-        prop::collection::vec(id, 0..300)
+        let id = |least: u32| (any::<u32>(), least..32).prop_map(|(id, shift)| id >> shift);
+        prop_oneof![prop::collection::vec(id(0), 0..300), prop::collection::vec(id(11), 0..300)]
     }
 
     proptest! {

@@ -94,7 +94,7 @@ impl ModelText {
         add_generation_prompt: bool,
     ) -> PyResult<Vec<u32>> {
         let chat = chat(messages_json, tools_json, variables_json, add_generation_prompt)?;
-        py.detach(|| self.inner.encode_chat(&chat)).map_err(refused)
+        py.detach(|| self.inner.encode_chat(&chat, "")).map_err(refused)
     }
 }
 

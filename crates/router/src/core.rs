@@ -343,20 +343,21 @@ impl RouterCore {
 
     /// Renders and tokenizes a prompt.
     pub(crate) async fn tokenize(&self, model: &ModelView, prompt: Prompt) -> Result<Vec<u32>, KvistError> {
-        Ok(self.tokenize_with(model, prompt).await?.0)
+        Ok(self.tokenize_with(model, prompt, "").await?.0)
     }
 
     pub(crate) async fn tokenize_with(
         &self,
         model: &ModelView,
         prompt: Prompt,
+        cache_salt: &str,
     ) -> Result<(Vec<u32>, Option<Arc<kvist_text::ModelText>>), KvistError> {
         let text = model.text();
         if text.is_none() && !matches!(prompt, Prompt::Tokens(_)) && model.ready_targets() == 0 {
             let error = KvistError::new(Code::NoReadyTarget, "no worker of this model takes requests at the moment");
             return Err(error.before_start());
         }
-        let tokens = self.pool.encode(text.clone(), prompt).await?;
+        let tokens = self.pool.encode(text.clone(), prompt, cache_salt).await?;
         if tokens.is_empty() {
             return Err(KvistError::field(Code::InvalidArgument, "prompt", "must not be empty"));
         }
@@ -373,7 +374,7 @@ impl RouterCore {
         max_tokens: Option<u32>,
         session_id: &str,
     ) -> Result<Demand, KvistError> {
-        let (tokens, text) = self.tokenize_with(model, prompt).await?;
+        let (tokens, text) = self.tokenize_with(model, prompt, &cache_salt).await?;
         Ok(Demand {
             request_id: self.request_id("").into(),
             tokens: Arc::new(tokens),

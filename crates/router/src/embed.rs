@@ -132,7 +132,8 @@ impl RouterCore {
         let mut all = Vec::with_capacity(input.inputs.len());
         let mut text = None;
         for (position, prompt) in input.inputs.into_iter().enumerate() {
-            let (tokens, by) = self.tokenize_with(model, prompt).await.map_err(|error| of_input(error, position))?;
+            let (tokens, by) =
+                self.tokenize_with(model, prompt, "").await.map_err(|error| of_input(error, position))?;
             check_context(model.context_tokens(), to_u32(tokens.len()), Some(0))?;
             all.push(tokens);
             // All inputs are tokenized alike also where the model is being moved to another tokenizer.

@@ -67,7 +67,8 @@ impl RouterCore {
         let tools = OfferedTools::take(&mut input, tool_family(&model.model, model.text().as_deref()))?;
         let needs = Needs::of(&input).for_tools(&tools);
         let tokenize_span = tracing::info_span!(parent: &context.span, names::SPAN_TOKENIZE);
-        let encoding = self.tokenize_with(&model, input.prompt);
+        let cache_salt = join_salts(&context.caller_salt, &input.cache_salt);
+        let encoding = self.tokenize_with(&model, input.prompt, &cache_salt);
         let expired = || KvistError::new(Code::DeadlineExceeded, "the deadline passed before the request was placed");
         let (tokens, text) =
             tokio::time::timeout_at(deadline.into(), encoding).await.map_err(|_| expired().before_start())??;
@@ -85,7 +86,7 @@ impl RouterCore {
             request_id: Arc::clone(&request_id),
             tokens: Arc::new(tokens),
             adapter: input.adapter.clone(),
-            cache_salt: join_salts(&context.caller_salt, &input.cache_salt),
+            cache_salt,
             further_tokens: 0,
             max_tokens: input.stop.max_tokens,
             text: text.clone(),

@@ -49,8 +49,13 @@ impl TextPool {
         })
     }
 
-    /// Renders and tokenizes a prompt.
-    pub(crate) async fn encode(&self, text: Option<Arc<ModelText>>, prompt: Prompt) -> Result<Vec<u32>, KvistError> {
+    /// Renders and tokenizes a prompt of a cache salt.
+    pub(crate) async fn encode(
+        &self,
+        text: Option<Arc<ModelText>>,
+        prompt: Prompt,
+        cache_salt: &str,
+    ) -> Result<Vec<u32>, KvistError> {
         if let Prompt::Tokens(ids) = prompt {
             return check_tokens(text.as_deref(), ids);
         }
@@ -63,9 +68,10 @@ impl TextPool {
         })?;
         let inline_bytes = if text.is_fast() { FAST_INLINE_TEXT_BYTES } else { INLINE_TEXT_BYTES };
         if prompt.text_bytes() < inline_bytes {
-            return encode_now(&text, &prompt);
+            return encode_now(&text, &prompt, cache_salt);
         }
-        self.run(move || encode_now(&text, &prompt)).await?
+        let cache_salt = cache_salt.to_owned();
+        self.run(move || encode_now(&text, &prompt, &cache_salt)).await?
     }
 }
 
@@ -82,10 +88,10 @@ fn check_tokens(text: Option<&ModelText>, ids: Vec<u32>) -> Result<Vec<u32>, Kvi
     Ok(ids)
 }
 
-fn encode_now(text: &ModelText, prompt: &Prompt) -> Result<Vec<u32>, KvistError> {
+fn encode_now(text: &ModelText, prompt: &Prompt, cache_salt: &str) -> Result<Vec<u32>, KvistError> {
     match prompt {
         Prompt::Text(plain) => text.encode_prompt(plain),
-        Prompt::Chat(chat) => text.encode_chat(chat),
+        Prompt::Chat(chat) => text.encode_chat(chat, cache_salt),
         Prompt::Tokens(ids) => Ok(ids.clone()),
     }
     .map_err(|error| match error {

@@ -11,6 +11,7 @@ mod model;
 mod output_parts;
 mod parse;
 mod python;
+mod segments;
 mod stop;
 mod template;
 mod vocabulary;

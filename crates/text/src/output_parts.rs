@@ -2,7 +2,8 @@
 //!
 //! Templates write the content of a message in the middle of such a sum, and each `+` copies all that is left of it
 //! twice: the longest text of a request. Where the first part is a literal, the others have to be texts, so that one
-//! after the other they say the same. Each is put behind an empty text, which refuses what the sum would refuse.
+//! after the other they say the same. Each is put behind an empty text, which refuses what the sum would refuse; a text
+//! that is read from a variable is written as it is, without another copy.
 
 use std::borrow::Cow;
 
@@ -88,7 +89,16 @@ fn separated_output(output: &str) -> Option<String> {
     }
     let mut text = format!("{{{{{open} {first} ");
     for part in others {
-        text.push_str(if is_literal(part) { "}}{{ " } else { "}}{{ '' + " });
+        text.push_str("}}{{ ");
+        if is_read(part) {
+            text.push_str(part);
+            text.push_str(" if ");
+            text.push_str(part);
+            text.push_str(" is string else ");
+        }
+        if !is_literal(part) {
+            text.push_str("'' + ");
+        }
         text.push_str(part);
         text.push(' ');
     }
@@ -147,6 +157,13 @@ fn is_literal(part: &str) -> bool {
         }
     }
     false
+}
+
+/// Whether an operand is a variable, or an attribute or item of one: to ask for it twice costs nothing.
+fn is_read(part: &str) -> bool {
+    let is_of_path =
+        |character: char| character.is_alphanumeric() || matches!(character, '_' | '.' | '[' | ']' | '\'' | '"');
+    part.starts_with(|first: char| first.is_alphabetic() || first == '_') && part.chars().all(is_of_path)
 }
 
 /// Walks an expression: each place, how many brackets are open there, and whether it is inside a text. Quotes belong to
@@ -211,8 +228,9 @@ mod tests {
     #[test]
     fn sums_that_begin_with_a_literal_are_taken_apart() {
         for (source, expected) in [
-            ("{{ 'a' + b }}", "{{ 'a' }}{{ '' + b }}"),
+            ("{{ 'a' + b }}", "{{ 'a' }}{{ b if b is string else '' + b }}"),
             ("x{{- \"a\" + b['+'] + 'c' -}}y", "x{{- \"a\" }}{{ '' + b['+'] }}{{ 'c' -}}y"),
+            ("{{ 'a' + b['c'].d }}", "{{ 'a' }}{{ b['c'].d if b['c'].d is string else '' + b['c'].d }}"),
             ("{{ '}}' + f(1 + 2)|trim }}{{ x }}", "{{ '}}' }}{{ '' + f(1 + 2)|trim }}{{ x }}"),
             ("{{ '{{' + {'a': 'b'}['a'] }}", "{{ '{{' }}{{ '' + {'a': 'b'}['a'] }}"),
         ] {

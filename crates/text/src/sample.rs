@@ -75,7 +75,7 @@ pub(crate) fn byte_level() -> Value {
     })
 }
 
-fn byte_fallback() -> Value {
+pub(crate) fn byte_fallback() -> Value {
     let mut vocabulary: Map<String, Value> = (0..256u32).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();
     for character in "▁abcdehlox<>|".chars() {
         vocabulary.insert(character.to_string(), vocabulary.len().into());

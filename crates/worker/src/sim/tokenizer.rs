@@ -116,11 +116,11 @@ mod tests {
             add_generation_prompt,
             ..Chat::default()
         };
-        let prompt = model.encode_chat(&chat(&[("user", "hello, Jörg")], true)).unwrap();
+        let prompt = model.encode_chat(&chat(&[("user", "hello, Jörg")], true), "").unwrap();
         assert_eq!(Some(&IM_START), prompt.first());
         let answer = [FIRST_WORD + 3, FIRST_WORD, FIRST_WORD + 31];
         let text = model.decode(&answer, true);
-        let second = model.encode_chat(&chat(&[("user", "hello, Jörg"), ("assistant", &text)], false)).unwrap();
+        let second = model.encode_chat(&chat(&[("user", "hello, Jörg"), ("assistant", &text)], false), "").unwrap();
         assert!(second.starts_with(&[prompt, answer.to_vec(), vec![IM_END]].concat()));
     }
 }
