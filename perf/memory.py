@@ -16,7 +16,7 @@ class RouterMemory:
 
     Attributes:
         resident: What the kernel counts.
-        index: What its index says that it takes.
+        index: What its index says that it takes, and the one of its recent decisions.
         tokenizer: By how much another process grows that loads the same tokenizer and uses it on as many threads.
     """
 
@@ -26,7 +26,7 @@ class RouterMemory:
 
     @property
     def rest(self) -> float:
-        """Code, Python, connections, requests, recent decisions: all that grows with neither models nor caches."""
+        """Code, Python, connections, requests: all that grows with neither models nor caches."""
         return self.resident - self.index - self.tokenizer
 
 
@@ -36,7 +36,8 @@ async def router_memory(mesh: Mesh, *, threads: int) -> RouterMemory:
     Raises:
         ProcessFailedError: The tokenizer could not be measured.
     """
-    index = value_of(await router_metrics(mesh), "kvist_index_bytes")
+    metrics = await router_metrics(mesh)
+    index = value_of(metrics, "kvist_index_bytes") + value_of(metrics, "kvist_index_recent_bytes")
     command = [sys.executable, "-m", "perf.tokenizer_process", mesh.worker_address, str(threads)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()

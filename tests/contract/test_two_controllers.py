@@ -9,14 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
 
-from kvist.admin import Readiness
 from kvist.certificates import CertificateFolder
 from kvist.controller.v1 import controller_pb2 as pb
 from kvist.controller.v1.controller_pb2_grpc import ControllerServiceStub
 from kvist.errors import KvistError, rpc_errors
 from kvist.grpc import open_channel
+from kvist.readiness import Readiness
 from kvist.runner import Process
 from kvist.settings import ListenSettings, StoreSettings
 from kvist.store.sqlite import SqliteStore
@@ -58,7 +57,7 @@ async def controller(store: Path, name: str, folder: CertificateFolder | None = 
         )
         settings = settings.model_copy(update={"grpc": listen, "controller_tls_ca_file": own.ca_file})
     ready = store.with_name(f"{name}.json")
-    process = Process(settings, CollectorRegistry(), Readiness(start="starting"), ready)
+    process = Process("controller", settings, Readiness(start="starting"), ready)
     task = asyncio.create_task(ControllerApp(process).run())
     try:
         while not ready.exists():

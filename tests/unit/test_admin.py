@@ -4,7 +4,8 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, Counter
 
-from kvist.admin import AdminServer, Readiness
+from kvist.admin import AdminServer
+from kvist.readiness import Readiness
 from kvist.settings import split_address
 
 

@@ -254,6 +254,15 @@ impl RecentDecisions {
         self.order.len()
     }
 
+    /// Bytes allocated, free room in the tables included; what hashes that were sent to several holders take beyond
+    /// their first is left out.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.marks.allocation_size()
+            + self.order.capacity() * size_of::<BlockHash>()
+            + self.decisions.capacity() * size_of::<Decision>()
+    }
+
     /// Whether nothing is kept.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -344,7 +353,9 @@ mod tests {
     #[test]
     fn a_sibling_meets_the_first_and_a_later_start_does_not() {
         let mut recent = RecentDecisions::new(1_000, TTL);
+        assert_eq!(0, recent.bytes());
         recent.note(Duration::ZERO, holder(1), &prompt(1, 0, 20, 40));
+        assert!(recent.bytes() >= recent.len() * (size_of::<(BlockHash, Marks)>() + size_of::<BlockHash>()));
         let found = recent.look_up(Duration::from_secs(1), &prompt(1, 1, 20, 60));
         assert_eq!(vec![(1, 20)], found.iter().map(|one| (one.holder.incarnation.0, one.blocks)).collect::<Vec<_>>());
         assert!(recent.look_up(TTL * 2, &prompt(1, 1, 20, 60)).is_empty());

@@ -89,6 +89,7 @@ fn set_gauges(core: &RouterCore) {
     let memory = core.index().memory();
     metrics.index_blocks.set(memory.blocks as i64);
     metrics.index_bytes.set(memory.bytes as i64);
+    metrics.index_recent_bytes.set(core.selector.recent_bytes() as i64);
     metrics.index_byte_budget.set(memory.byte_budget as i64);
     metrics.index_divergence_blocks.set(sources.iter().map(|source| source.divergent_blocks as i64).sum());
     judge_awareness(core, &view, &sources);

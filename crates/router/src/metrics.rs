@@ -121,6 +121,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) index_sources: Family<StateLabel, Gauge>,
     pub(crate) index_blocks: Gauge,
     pub(crate) index_bytes: Gauge,
+    pub(crate) index_recent_bytes: Gauge,
     pub(crate) index_byte_budget: Gauge,
     pub(crate) index_divergence_blocks: Gauge,
     pub(crate) kv_awareness: Family<ModelLabel, Gauge<f64, AtomicU64>>,
@@ -268,6 +269,11 @@ impl RouterMetrics {
             index_sources: metrics.register(names::INDEX_SOURCES, "Sources by state.", Family::default()),
             index_blocks: metrics.register(names::INDEX_BLOCKS, "Distinct blocks.", Gauge::default()),
             index_bytes: metrics.register(names::INDEX_BYTES, "Bytes of the index.", Gauge::default()),
+            index_recent_bytes: metrics.register(
+                names::INDEX_RECENT_BYTES,
+                "Bytes of what is kept of the router's own recent decisions.",
+                Gauge::default(),
+            ),
             index_byte_budget: metrics.register(names::INDEX_BYTE_BUDGET, "Most bytes.", Gauge::default()),
             index_divergence_blocks: metrics.register(
                 names::INDEX_DIVERGENCE_BLOCKS,

@@ -125,6 +125,11 @@ impl Selector {
         Self { index, book: Arc::default(), recent, started: Instant::now() }
     }
 
+    /// Bytes of what is kept of recent decisions.
+    pub(crate) fn recent_bytes(&self) -> usize {
+        self.recent.lock().bytes()
+    }
+
     /// Open reservations and their tokens at a target.
     pub(crate) fn promise(&self, target: &TargetId) -> TargetPromise {
         self.book.lock().reservations.of(target)

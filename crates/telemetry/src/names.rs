@@ -92,6 +92,8 @@ names! { METRICS:
     INDEX_BLOCKS = "kvist_index_blocks";
     /// Bytes of the index.
     INDEX_BYTES = "kvist_index_bytes";
+    /// Bytes of the small index of a router's own recent decisions.
+    INDEX_RECENT_BYTES = "kvist_index_recent_bytes";
     /// Most bytes of the index.
     INDEX_BYTE_BUDGET = "kvist_index_byte_budget";
     /// Blocks by which index and ledgers differ at the same position.

@@ -6,7 +6,6 @@ It speaks just enough HTTP/1.1 for scrapers and probes: GET and HEAD, one answer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from http import HTTPStatus
 from types import TracebackType
 from typing import Self
@@ -15,38 +14,11 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import choose_encoder
 
 from kvist import names
+from kvist.readiness import Readiness
 from kvist.settings import join_address, split_address
 
 _READ_TIME_LIMIT_SECONDS = 5.0
 _MAX_HEAD_BYTES = 16 * 1024
-
-
-class Readiness:
-    """Why a process is not ready; ready when nothing is left.
-
-    Each condition has a name and a reason, so that two parts of a process cannot clear each other's.
-    """
-
-    def __init__(self, **reasons: str) -> None:
-        self._reasons = dict(reasons)
-
-    def block(self, condition: str, reason: str) -> None:
-        """States why the process is not ready."""
-        self._reasons[condition] = reason
-
-    def clear(self, condition: str) -> None:
-        """Withdraws a condition."""
-        self._reasons.pop(condition, None)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether no condition is left."""
-        return not self._reasons
-
-    @property
-    def reasons(self) -> Mapping[str, str]:
-        """The conditions that are left."""
-        return dict(self._reasons)
 
 
 class AdminServer:

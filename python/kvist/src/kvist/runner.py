@@ -14,18 +14,20 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import kvist
 from kvist import settings as settings_module
 from kvist import telemetry
-from kvist.admin import Readiness
 from kvist.atomic_file import write_atomically
 from kvist.quick_end import skip_last_collection
+from kvist.readiness import Readiness
 from kvist.settings import Loaded, Settings, SettingsError, TelemetrySettings
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -34,23 +36,31 @@ EXIT_USAGE = 2
 _S = TypeVar("_S", bound=Settings)
 
 
-@dataclass(slots=True)
+@dataclass
 class Process(Generic[_S]):
     """What a service's main coroutine works with.
 
     Attributes:
+        service: Its name in logs and metrics.
         settings: The checked settings.
-        registry: Metrics of the process.
         readiness: Conditions of `/readyz`.
         ready_path: File for the addresses; none when nobody asked.
         stopping: Set by SIGTERM and SIGINT.
     """
 
+    service: str
     settings: _S
-    registry: CollectorRegistry
     readiness: Readiness
     ready_path: Path | None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @cached_property
+    def registry(self) -> CollectorRegistry:
+        """Metrics of the process."""
+        # Imported here: a router's metrics are those of its data plane, and it does without.
+        from kvist.metrics import new_registry  # noqa: PLC0415
+
+        return new_registry(service=self.service)
 
     def announce(self, **addresses: object) -> None:
         """Writes the addresses for whoever started the process, and logs them."""
@@ -115,8 +125,8 @@ def _serve(
     telemetry.start_tracing(service=f"kvist-{service}", instance=instance)
     log = telemetry.logger("kvist")
     process = Process(
+        service=service,
         settings=loaded.settings,
-        registry=telemetry.new_registry(service=service),
         readiness=Readiness(start="starting"),
         ready_path=ready_path,
     )

@@ -1,8 +1,7 @@
-"""Logs, traces and metrics of a Python process.
+"""Logs and traces of a Python process.
 
 Logs are structlog's: a console form for terminals and JSON lines otherwise, standard library loggers included. Tracing
 exists only when an OTLP endpoint is configured by the standard `OTEL_*` variables; without one, spans cost a no-op.
-Metrics belong to one registry for each process, served by `kvist.admin`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any, TextIO
 
-import structlog
 from opentelemetry import trace
-from prometheus_client import CollectorRegistry, Gauge, PlatformCollector, ProcessCollector
 
 import kvist
 from kvist import names
+from kvist.lean_structlog import structlog
 from kvist.settings import TelemetrySettings
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -123,16 +121,6 @@ def is_tracing_configured(environment: Mapping[str, str]) -> bool:
     if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return False
     return any(environment.get(name) for name in _ENDPOINT_VARIABLES)
-
-
-def new_registry(*, service: str) -> CollectorRegistry:
-    """A metric registry with the facts of the process."""
-    registry = CollectorRegistry(auto_describe=True)
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    build = Gauge(names.BUILD_INFO, "Version of the process.", ["service", "version"], registry=registry)
-    build.labels(service, kvist.__version__).set(1)
-    return registry
 
 
 def _add_trace(_log: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
