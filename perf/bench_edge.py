@@ -30,6 +30,9 @@ from perf.summary import percentile, spreads
 
 BENCHMARK = "bench-edge"
 KVIST = "kvist"
+# Kvist before the peers' engine: an upstream whose bytes it passes on, as it does with servers outside the mesh.
+RELAYING = "kvist, relaying"
+RELAYED_PREFIX = "relayed-"
 REPETITIONS = 5
 QUICK_REPETITIONS = 2
 QUICK_SHARE = 0.25
@@ -106,23 +109,26 @@ class Contestant:
         router: Its process.
         engines: Its engines' processes, by model.
         addresses: `host:port` for clients, by model.
+        model_prefix: What stands before a model's name in its requests.
     """
 
     name: str
     router: Mapping[str, Process]
     engines: Mapping[str, tuple[Process, ...]]
     addresses: Mapping[str, str]
+    model_prefix: str = ""
 
 
-def requests_of(row: Row, address: str, count: int, *, seed: str) -> Iterator[bytes]:
+def requests_of(row: Row, contestant: Contestant, count: int, *, seed: str) -> Iterator[bytes]:
     """Requests that share the beginning of their prompts."""
     shared_words = int(row.prompt_words * row.repeated_share)
     chance = random.Random(f"{row.name} {seed}")
     shared = random.Random(row.name).choices(WORDS, k=shared_words)
+    address, model = contestant.addresses[row.model], contestant.model_prefix + row.model
     for _ in range(count):
         own = chance.choices(WORDS, k=row.prompt_words - shared_words)
         system = " ".join(shared) if shared else "to"
-        yield request_bytes(address, model=row.model, system=system, question=" ".join(own), max_tokens=row.max_tokens)
+        yield request_bytes(address, model=model, system=system, question=" ".join(own), max_tokens=row.max_tokens)
 
 
 def check(row: Row, samples: Sequence[Sample], *, count: int) -> None:
@@ -146,10 +152,10 @@ async def measure(contestant: Contestant, row: Row, *, share: float, repetition:
     router, engines = contestant.router[row.model], contestant.engines[row.model]
     # The same prompts for every router, and other ones each time, since a router may remember what it has seen.
     warm_up = row.concurrency
-    requests = requests_of(row, address, warm_up, seed=f"warm-up {repetition}")
+    requests = requests_of(row, contestant, warm_up, seed=f"warm-up {repetition}")
     check(row, await drive(address, requests, concurrency=row.concurrency), count=warm_up)
     count = max(row.concurrency, int(row.requests * share))
-    prepared = list(requests_of(row, address, count, seed=str(repetition)))
+    prepared = list(requests_of(row, contestant, count, seed=str(repetition)))
     await asyncio.sleep(SETTLE_SECONDS)
     user_before, system_before = router.user_and_system_seconds()
     router_before, engines_before = router.cpu_seconds(), sum(engine.cpu_seconds() for engine in engines)
@@ -180,12 +186,24 @@ async def measure(contestant: Contestant, row: Row, *, share: float, repetition:
 @contextlib.asynccontextmanager
 async def running_kvist(
     models: Sequence[str], *, folder: Path, cores: Placement
-) -> AsyncIterator[tuple[Contestant, Mesh]]:
-    """Kvist over its own protocol: NATS, relay and index included."""
+) -> AsyncIterator[tuple[Contestant, Contestant, Mesh]]:
+    """Kvist over its own protocol, NATS, relay and index included; and the same router before the peers' engine."""
     arguments = {model: ENGINE_ARGUMENTS | {"decode_step_ms": MODELS[model]} for model in models}
-    async with running_mesh(arguments, folder=folder, cores=cores, replicas=ENGINES) as mesh:
+    async with contextlib.AsyncExitStack() as stack:
+        outside: dict[str, tuple[Process, ...]] = {}
+        upstreams = []
+        for model in models:
+            process = _mock(model, f"{RELAYED_PREFIX}{model}", folder)
+            stack.push_async_callback(process.stop)
+            url = f"http://{(await process.start())['address']}/v1"
+            outside[model] = (process,)
+            upstreams.append({"name": model, "url": url, "models": {RELAYED_PREFIX + model: model}})
+        mesh = await stack.enter_async_context(
+            running_mesh(arguments, folder=folder, cores=cores, replicas=ENGINES, upstreams=upstreams)
+        )
         routers, addresses = dict.fromkeys(models, mesh.router), dict.fromkeys(models, mesh.http_address)
-        yield Contestant(KVIST, routers, mesh.workers, addresses), mesh
+        own = Contestant(KVIST, routers, mesh.workers, addresses)
+        yield own, Contestant(RELAYING, routers, outside, addresses, RELAYED_PREFIX), mesh
 
 
 @contextlib.asynccontextmanager
@@ -228,13 +246,14 @@ async def measure_all(
     figures: Figures = {row.name: {} for row in rows}
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
         async with (
-            running_kvist(models, folder=Path(folder), cores=cores) as (kvist, mesh),
+            running_kvist(models, folder=Path(folder), cores=cores) as (kvist, relaying, mesh),
             running_peers(models, folder=Path(folder), cores=cores) as peers,
         ):
             for repetition, row in itertools.product(range(repetitions), rows):
-                contestants = [kvist, *peers]
+                contestants = [kvist, relaying, *peers]
                 # Nobody is always the first after a change of the load.
-                for contestant in contestants[repetition % 3 :] + contestants[: repetition % 3]:
+                first = repetition % len(contestants)
+                for contestant in contestants[first:] + contestants[:first]:
                     log.print(
                         f"repetition {repetition + 1} of {repetitions}: {row.name}: {contestant.name}", style="dim"
                     )
@@ -275,7 +294,7 @@ def ratio(measured: Mapping[str, Sequence[Mapping[str, float]]]) -> float:
     medians = {
         name: statistics.median(one["router_cpu_microseconds"] for one in found) for name, found in measured.items()
     }
-    return round(medians[KVIST] / min(value for name, value in medians.items() if name != KVIST), 3)
+    return round(medians[KVIST] / min(medians[peer.name] for peer in PEERS), 3)
 
 
 def table_of(result: Mapping[str, Any]) -> Table:

@@ -53,7 +53,12 @@ class Mesh:
 
 @contextlib.asynccontextmanager
 async def running_mesh(
-    models: Mapping[str, Mapping[str, Any]], *, folder: Path, cores: Placement, replicas: int = 1
+    models: Mapping[str, Mapping[str, Any]],
+    *,
+    folder: Path,
+    cores: Placement,
+    replicas: int = 1,
+    upstreams: Sequence[Mapping[str, Any]] = (),
 ) -> AsyncIterator[Mesh]:
     """Runs a mesh as it is in production: the router's index is fed over NATS, and its log is written.
 
@@ -62,6 +67,7 @@ async def running_mesh(
         folder: Where logs and ready files go.
         cores: Which cores run what. Whoever calls has to keep to its own.
         replicas: Workers of each model.
+        upstreams: Servers outside the mesh, as the router's setting has them.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -80,7 +86,10 @@ async def running_mesh(
         await start(relay)
         state_path = folder / "cluster-state.json"
         state_path.write_text(json_format.MessageToJson(_cluster_state(addresses)))
-        router = _router(state_path, nats_url, folder, cores)
+        config_path = folder / "router.yaml"
+        # JSON is YAML.
+        config_path.write_text(json.dumps({"upstreams": list(upstreams)}))
+        router = _router(state_path, config_path, nats_url, folder, cores)
         announced = await start(router)
         worker_address = next(found["grpc_address"] for _, _, found in _each(addresses))
         edge, admin = announced["http_address"], announced["admin_address"]
@@ -123,8 +132,8 @@ def _relay(addresses: Mapping[str, Sequence[Mapping[str, Any]]], nats_url: str, 
     return Process("relay", [sys.executable, "-m", "perf.relay_process", settings, workers, "{ready}"], folder=folder)
 
 
-def _router(state_path: Path, nats_url: str, folder: Path, cores: Placement) -> Process:
-    command = [sys.executable, "-m", "kvist_router", "--ready-file", "{ready}"]
+def _router(state_path: Path, config_path: Path, nats_url: str, folder: Path, cores: Placement) -> Process:
+    command = [sys.executable, "-m", "kvist_router", "--config", str(config_path), "--ready-file", "{ready}"]
     for setting in (f"cluster_state_file={state_path}", f"bus.urls={nats_url}", "drain_seconds=1"):
         command += ["--set", setting]
     return Process("router", command, folder=folder, cores=cores.router)

@@ -16,6 +16,10 @@ use tokio::sync::broadcast;
 /// Decisions that wait for a slow watcher.
 const WATCH_BUFFER: usize = 1024;
 
+/// Candidates that are kept, all decisions together: some 130 MB. With more than 64 targets a router remembers fewer
+/// decisions than it may.
+const MOST_CANDIDATES: usize = 640_000;
+
 /// What the index said of a candidate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Claim {
@@ -192,6 +196,14 @@ pub(crate) fn state_to_wire(state: SourceState) -> wire::SourceState {
 struct Ring {
     by_request: HashMap<Arc<str>, Vec<Arc<SeenDecision>>>,
     order: VecDeque<Arc<str>>,
+    candidates: usize,
+}
+
+impl Ring {
+    fn forget_oldest(&mut self) {
+        let forgotten = self.order.pop_front().and_then(|oldest| self.by_request.remove(&oldest));
+        self.candidates -= forgotten.iter().flatten().map(|decision| decision.candidates.len()).sum::<usize>();
+    }
 }
 
 /// The last decisions by request.
@@ -199,12 +211,14 @@ struct Ring {
 pub(crate) struct Explanations {
     ring: Mutex<Ring>,
     capacity: usize,
+    most_candidates: usize,
     watchers: broadcast::Sender<Arc<SeenDecision>>,
 }
 
 impl Explanations {
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { ring: Mutex::default(), capacity: capacity.max(1), watchers: broadcast::Sender::new(WATCH_BUFFER) }
+        let watchers = broadcast::Sender::new(WATCH_BUFFER);
+        Self { ring: Mutex::default(), capacity: capacity.max(1), most_candidates: MOST_CANDIDATES, watchers }
     }
 
     pub(crate) fn add(&self, decision: &Arc<SeenDecision>) {
@@ -216,12 +230,13 @@ impl Explanations {
                 None => {
                     ring.by_request.insert(Arc::clone(&decision.request_id), vec![Arc::clone(decision)]);
                     ring.order.push_back(Arc::clone(&decision.request_id));
-                    if ring.order.len() > self.capacity
-                        && let Some(oldest) = ring.order.pop_front()
-                    {
-                        ring.by_request.remove(&oldest);
-                    }
                 }
+            }
+            ring.candidates += decision.candidates.len();
+            // The newest request is kept whatever it takes.
+            let is_full = |ring: &Ring| ring.order.len() > self.capacity || ring.candidates > self.most_candidates;
+            while is_full(ring) && ring.order.len() > 1 {
+                ring.forget_oldest();
             }
         }
         if self.watchers.receiver_count() > 0 {
@@ -267,6 +282,35 @@ mod tests {
             duration: Duration::ZERO,
             ending: OnceLock::new(),
         })
+    }
+
+    #[test]
+    fn decisions_among_many_targets_are_fewer() {
+        let mut explanations = Explanations::new(100);
+        explanations.most_candidates = 10;
+        let candidate = SeenCandidate {
+            target: TargetId { worker: "w".into(), rank: kvist_blocks::Rank(0) },
+            claim: None,
+            recent_blocks: 0,
+            uncached_tokens: 0,
+            promised_tokens: 0,
+            cost: None,
+            terms: None,
+            excluded: None,
+        };
+        let among = |request: &str, candidates: usize| {
+            let decision = Arc::into_inner(decision(request, 1)).unwrap();
+            Arc::new(SeenDecision { candidates: vec![candidate.clone(); candidates], ..decision })
+        };
+        let kept = |explanations: &Explanations| ["a", "b", "c", "d"].map(|request| explanations.of(request).is_some());
+        for request in ["a", "b", "c"] {
+            explanations.add(&among(request, 4));
+        }
+        assert_eq!([false, true, true, false], kept(&explanations));
+        explanations.add(&among("d", 11));
+        assert_eq!([false, false, false, true], kept(&explanations));
+        explanations.add(&among("a", 1));
+        assert_eq!([true, false, false, false], kept(&explanations));
     }
 
     #[test]

@@ -34,7 +34,8 @@ pub struct Tokens {
     end: Option<Bytes>,
     left: u32,
     step: Duration,
-    timer: Pin<Box<Sleep>>,
+    /// None where a step takes no time: a timer fires a millisecond later at the earliest.
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl Tokens {
@@ -60,7 +61,7 @@ impl Tokens {
             end: Some(Bytes::from(format!("{}{usage}data: [DONE]\n\n", chunk("", "\"length\"")))),
             left: completion,
             step,
-            timer: Box::pin(tokio::time::sleep(step)),
+            timer: (!step.is_zero()).then(|| Box::pin(tokio::time::sleep(step))),
         }
     }
 }
@@ -76,13 +77,17 @@ impl Body for Tokens {
         if self.left == 0 {
             return Poll::Ready(self.end.take().map(|end| Ok(Frame::data(end))));
         }
-        ready!(self.timer.as_mut().poll(context));
+        if let Some(timer) = &mut self.timer {
+            ready!(timer.as_mut().poll(context));
+        }
         if let Some(start) = self.start.take() {
             return Poll::Ready(Some(Ok(Frame::data(start))));
         }
         self.left -= 1;
-        let next = Instant::now() + self.step;
-        self.timer.as_mut().reset(next);
+        let step = self.step;
+        if let Some(timer) = &mut self.timer {
+            timer.as_mut().reset(Instant::now() + step);
+        }
         Poll::Ready(Some(Ok(Frame::data(self.token.clone()))))
     }
 
