@@ -49,6 +49,21 @@ fn varint(id: u32) -> ([u8; 8], usize) {
     ((groups | follows).to_le_bytes(), bytes as usize)
 }
 
+/// Writes ids one behind the other, as one of the functions above does, and returns where they end.
+fn pack<const BYTES: usize>(
+    ids: &[u32],
+    piece: &mut [u8; PIECE_BYTES],
+    varint: impl Fn(u32) -> ([u8; BYTES], usize),
+) -> usize {
+    let mut end = 0;
+    for id in ids {
+        let (bytes, length) = varint(*id);
+        piece[end..end + BYTES].copy_from_slice(&bytes);
+        end += length;
+    }
+    end
+}
+
 impl TokenIds {
     fn packed_bytes(&self) -> usize {
         // Sums without branches, several ids at once, and short enough for 32 bits.
@@ -65,20 +80,8 @@ impl Message for TokenIds {
         encoding::encode_varint(self.packed_bytes() as u64, buffer);
         let mut piece = [0; PIECE_BYTES];
         for ids in self.ids.chunks(PIECE_IDS) {
-            let mut end = 0;
-            if ids.iter().fold(0, |all, id| all | id) >> 21 == 0 {
-                for id in ids {
-                    let (bytes, length) = short_varint(*id);
-                    piece[end..end + 4].copy_from_slice(&bytes);
-                    end += length;
-                }
-            } else {
-                for id in ids {
-                    let (bytes, length) = varint(*id);
-                    piece[end..end + 8].copy_from_slice(&bytes);
-                    end += length;
-                }
-            }
+            let are_short = ids.iter().fold(0, |all, id| all | id) >> 21 == 0;
+            let end = if are_short { pack(ids, &mut piece, short_varint) } else { pack(ids, &mut piece, varint) };
             buffer.put_slice(&piece[..end]);
         }
     }

@@ -274,9 +274,8 @@ impl ModelText {
     fn encode_trusted(&self, text: &str, salt: &str) -> Result<Vec<u32>, TextError> {
         let borders: Vec<Found> = self.control.all(text).collect();
         let mut ids = Vec::new();
-        let mut stretch = Stretch { text, borders: &borders, first_part: 0 };
         let mut new = Vec::new();
-        let mut from = 0;
+        let (mut from, mut first_part) = (0, 0);
         for (number, (start, part)) in parts(text, &borders).enumerate() {
             if part.text.len() < SHORTEST_BYTES {
                 continue;
@@ -286,16 +285,13 @@ impl ModelText {
                 new.push(NewPart { number, key, part });
                 continue;
             };
-            stretch.text = &text[from..start];
-            stretch.borders = &borders[stretch.first_part..number];
+            let stretch = Stretch { text: &text[from..start], borders: &borders[first_part..number], first_part };
             self.encode_stretch(stretch, &new, &mut ids)?;
             ids.extend_from_slice(known.ids());
             new.clear();
-            from = start + part.text.len();
-            stretch.first_part = number;
+            (from, first_part) = (start + part.text.len(), number);
         }
-        stretch.text = &text[from..];
-        stretch.borders = &borders[stretch.first_part..];
+        let stretch = Stretch { text: &text[from..], borders: &borders[first_part..], first_part };
         self.encode_stretch(stretch, &new, &mut ids)?;
         Ok(ids)
     }

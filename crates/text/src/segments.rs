@@ -50,11 +50,13 @@ pub(crate) struct Segments {
     kept: Mutex<Kept>,
 }
 
+type Generation = HashMap<u64, Arc<Segment>>;
+
 /// Two generations: what is used again stays young, and the old ones go together.
 #[derive(Debug)]
 struct Kept {
-    young: HashMap<u64, Arc<Segment>>,
-    old: HashMap<u64, Arc<Segment>>,
+    young: Generation,
+    old: Generation,
     young_bytes: usize,
     seen: Box<[u64]>,
 }
@@ -84,7 +86,7 @@ fn cost(text: &str, ids: &[u32]) -> usize {
 impl Segments {
     pub(crate) fn new() -> Self {
         let kept =
-            Kept { young: HashMap::new(), old: HashMap::new(), young_bytes: 0, seen: vec![0; REMEMBERED].into() };
+            Kept { young: Generation::new(), old: Generation::new(), young_bytes: 0, seen: vec![0; REMEMBERED].into() };
         // Nobody outside knows which texts meet in one place.
         Self { seed: RandomState::new().hash_one(0), kept: Mutex::new(kept) }
     }
@@ -98,7 +100,9 @@ impl Segments {
 
     /// A part whose ids are kept.
     pub(crate) fn find(&self, key: Key, part: Part<'_>) -> Option<Arc<Segment>> {
-        let segment = self.kept.lock().get(key)?;
+        let (segment, dropped) = self.kept.lock().get(key)?;
+        // Outside the lock.
+        drop(dropped);
         (*segment.text == *part.text && segment.around == part.around).then_some(segment)
     }
 
@@ -126,16 +130,15 @@ impl Segments {
     }
 }
 
-type Generation = HashMap<u64, Arc<Segment>>;
-
 impl Kept {
-    fn get(&mut self, key: Key) -> Option<Arc<Segment>> {
+    /// A segment, and the generation that had to go for it to stay.
+    fn get(&mut self, key: Key) -> Option<(Arc<Segment>, Option<Generation>)> {
         if let Some(segment) = self.young.get(&key.0) {
-            return Some(Arc::clone(segment));
+            return Some((Arc::clone(segment), None));
         }
         let segment = self.old.remove(&key.0)?;
-        self.insert(key, Arc::clone(&segment));
-        Some(segment)
+        let dropped = self.insert(key, Arc::clone(&segment));
+        Some((segment, dropped))
     }
 
     /// Returns the generation that had to go.
